@@ -1,0 +1,53 @@
+# `make demo` trains a small model on real conversations; `make test` runs the test suite; `make lint` checks style.
+# All of them share the environment .venv, made on first use and again when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hf_megapack
+MODEL ?= $(CACHE)/smollm2-135m-instruct
+OUTPUT ?= outputs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "$(PYTHON) is older than Python 3.11: name a newer one, as in 'make demo PYTHON=python3.12'." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot make virtual environments. On Debian: apt-get install python3-venv" >&2; exit 1; }
+	@rm -f $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,test,lint]'
+	@touch $@
+
+setup: $(READY)
+
+$(CACHE)/smollm2-135m-instruct: | $(READY)
+	$(BIN)/python examples/smollm2.py $@
+
+demo: $(READY) | $(MODEL)
+	$(BIN)/accelerate launch --config_file examples/accelerate_cpu.yaml examples/sft.py --config examples/sft.yaml \
+	    --model $(MODEL) --output_dir $(OUTPUT)
+	$(BIN)/python examples/check_adapter.py $(OUTPUT) --dataset examples/data/held_out.jsonl \
+	    --chat_template examples/data/qwen2_5_training.jinja
+
+test: export HF_HUB_OFFLINE = 1
+test: export HF_DATASETS_OFFLINE = 1
+test: export TOKENIZERS_PARALLELISM = false
+test: export OMP_NUM_THREADS = 2
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/flake8 hf_megapack examples benchmarks
+
+clean:
+	rm -rf $(VENV) outputs
