@@ -1,0 +1,252 @@
+"""MegaPackConfig: transformers' TrainingArguments with the fields that packing and Megatron-Core need.
+
+Every check that needs neither model nor data is made here, when the config is built. A field whose help names the only
+values supported so far refuses the others by name. Model and data are checked where they are read.
+"""
+
+import dataclasses
+import os
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import TrainingArguments
+
+from hf_megapack.arguments import ELEMENTWISE_OPTIMIZERS, TRAINING_ARGUMENTS, TRL_NAMES
+from hf_megapack.errors import ConfigError
+
+
+_MINIMUM = {
+    "max_length": 2,
+    "dataset_num_proc": 1,
+    "packed_sequence_length": 2,
+    "min_shared_tokens": 1,
+    "sequence_length_multiple": 1,
+    "packed_length_multiple": 1,
+    "dataloader_num_workers": 0,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "per_device_eval_batch_size": 1,
+}
+# What is built so far, where the field's type allows more.
+_SUPPORTED = {
+    "share_supervised": (False,),
+    "group_by_prefix": (False,),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "virtual_pipeline_parallel_size": (1,),
+    "context_parallel_size": (1,),
+    "expert_parallel_size": (1,),
+    "sequence_parallel": (False,),
+    "fp8": (None,),
+    "attention": ("auto", "tree"),
+    "recompute": ("auto", "full", "off"),
+}
+
+
+def _option(default: Any, help_text: str) -> Any:
+    """Declare one field of MegaPackConfig; the help is the only place that says what the field does."""
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass
+class MegaPackConfig(TrainingArguments):
+    """Everything that MegaPackTrainer can be told, besides model, data and adapter.
+
+    All of TrainingArguments is here too; arguments.py says which of its fields are refused. Examples per update =
+    per_device_train_batch_size x gradient_accumulation_steps x data-parallel size: all of them are packed together.
+
+    Raises:
+        ConfigError: If a value is not allowed, not supported, or known to TRL under another name than here.
+    """
+
+    # data
+    assistant_mask: Literal["all", "last", "each"] = _option(
+        "all",
+        "Assistant turns to learn: 'all' of a conversation, the 'last' one, or 'each': one example per assistant turn, "
+        "in which only that turn is learned.",
+    )
+    max_length: int | None = _option(
+        None, "Longest example, in tokens. None allows as many as a row holds (packed_sequence_length)."
+    )
+    overlong: Literal["error", "drop", "truncate_left", "truncate_right"] = _option(
+        "error", "What to do with an example that is longer than max_length."
+    )
+    dataset_num_proc: int | None = _option(
+        None, "Processes that render and tokenize datasets. None renders in this process."
+    )
+
+    # packing
+    packed_sequence_length: int = _option(
+        8192, "Most slots that one packed row may hold. Rows keep their natural length below that."
+    )
+    packing_strategy: Literal["prefix_tree", "ffd", "mffd", "balanced"] = _option(
+        "prefix_tree",
+        "How examples fill rows: 'prefix_tree' computes every shared prefix once; 'ffd', 'mffd' and 'balanced' put "
+        "whole examples side by side.",
+    )
+    min_shared_tokens: int = _option(64, "Shortest run of tokens worth sharing between examples.")
+    share_supervised: bool = _option(
+        False, "Share learned tokens too, where prefix and target agree. Only False is supported."
+    )
+    shuffle_unit: Literal["conversation", "example"] = _option(
+        "conversation",
+        "What is shuffled: whole conversations, so that the examples which assistant_mask='each' makes of one stay "
+        "together, or single examples.",
+    )
+    group_by_prefix: bool = _option(
+        False, "Put examples with equal prefixes into the same update. Only False is supported."
+    )
+    sequence_length_multiple: int | None = _option(
+        None, "Pad every root sequence of a row to this multiple. None takes what the layout needs."
+    )
+    packed_length_multiple: int | None = _option(
+        None, "Pad every row to this multiple. None takes what the layout needs."
+    )
+
+    # parallel
+    tensor_parallel_size: int = _option(1, "Ranks that split each matrix between them. Only 1 is supported.")
+    pipeline_parallel_size: int = _option(1, "Ranks that split the layers between them. Only 1 is supported.")
+    virtual_pipeline_parallel_size: int = _option(1, "Chunks of layers on each pipeline rank. Only 1 is supported.")
+    context_parallel_size: int = _option(1, "Ranks that split each row's slots between them. Only 1 is supported.")
+    expert_parallel_size: int = _option(1, "Ranks that split the experts between them. Only 1 is supported.")
+    sequence_parallel: bool = _option(
+        False, "Split activations over the tensor-parallel ranks. Only False is supported."
+    )
+
+    # precision and speed
+    bf16: bool | None = _option(
+        None, "Compute in bfloat16 with frozen weights kept in it. None means True on a GPU and False on a CPU."
+    )
+    fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = _option(
+        None, "FP8 recipe of matrix products. Only None is supported."
+    )
+    attention: Literal["auto", "tree", "thd"] = _option(
+        "auto", "Attention over packed rows. Only 'tree', which 'auto' takes, is supported."
+    )
+    recompute: Literal["auto", "full", "selective", "off"] = _option(
+        "auto",
+        "Activations to recompute in the backward pass: 'full' or 'off', which 'auto' takes unless "
+        "gradient_checkpointing or activation_checkpointing is set. 'selective' is not supported.",
+    )
+
+    # safety
+    on_nonfinite: Literal["raise", "skip"] = _option(
+        "raise", "On a NaN or infinite loss or gradient norm: 'raise', or 'skip' the update, count it and log it."
+    )
+
+    # defaults that differ from TrainingArguments
+    dataloader_num_workers: int = _option(
+        1, "Processes that pack the next updates while this one runs. 0 packs between updates."
+    )
+    logging_nan_inf_filter: bool = _option(False, "Only False is supported: the log shows the loss as it was.")
+    remove_unused_columns: bool = _option(False, "Nothing depends on it: packing reads its own columns.")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "MegaPackConfig":
+        """Refuse names that only TRL has before dataclasses calls them unexpected."""
+        refuse_trl_names(kwargs)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self._refuse_arguments()
+        self._check_own_fields()
+        self._resolve_recompute()
+        if self.bf16 is None:
+            self.bf16 = torch.cuda.is_available() and not self.use_cpu
+        super().__post_init__()
+        self._check_combinations()
+
+    def _refuse_arguments(self) -> None:
+        """Raise ConfigError on a field of TrainingArguments that is refused, or unknown to our table, and set."""
+        for inherited in dataclasses.fields(TrainingArguments):
+            verdict = TRAINING_ARGUMENTS.get(inherited.name)
+            if verdict is not None and verdict.mark != "refused":
+                continue
+            value = getattr(self, inherited.name)
+            if _is_default(value, type(self).__dataclass_fields__[inherited.name]):
+                continue
+            reason = verdict.reason if verdict else "this version of hf_megapack does not know it"
+            raise ConfigError(f"{inherited.name}={value!r} is not supported: {reason}. Leave {inherited.name} out.")
+        for plugin in ("DEEPSPEED", "FSDP"):
+            if os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() in ("1", "true"):
+                raise ConfigError(
+                    f"This process was launched with accelerate's {plugin} plugin (ACCELERATE_USE_{plugin}), which is "
+                    "not supported: launch without it and use tensor_parallel_size and the fields beside it."
+                )
+
+    def _check_own_fields(self) -> None:
+        """Check the fields that this class declares against their types, and what is supported so far."""
+        for own in dataclasses.fields(self):
+            if own.name not in MegaPackConfig.__annotations__:
+                continue
+            value = getattr(self, own.name)
+            choices = _literals(own.type)
+            if choices and value is not None and value not in choices:
+                allowed = ", ".join(map(repr, choices))
+                raise ConfigError(f"{own.name}={value!r} is not allowed; it must be one of {allowed}.")
+        for name, supported in _SUPPORTED.items():
+            if getattr(self, name) not in supported:
+                allowed = " or ".join(map(repr, supported))
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not supported yet; it must be {allowed}.")
+        for name, minimum in _MINIMUM.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name}={value!r} is too small; it must be at least {minimum}.")
+
+    def _resolve_recompute(self) -> None:
+        """Turn transformers' two names for full recomputation into recompute='full'.
+
+        Both are then reset, because the Trainer would otherwise call a method that only transformers models have.
+        """
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            inherited = TrainingArguments.__dataclass_fields__.get(name)
+            if inherited is None or not getattr(self, name):
+                continue
+            if self.recompute == "off":
+                raise ConfigError(f"{name}=True means recompute='full', but recompute='off' was given. Set only one.")
+            self.recompute = "full"
+            setattr(self, name, inherited.default)
+
+    def _check_combinations(self) -> None:
+        if self.max_length is not None and self.max_length > self.packed_sequence_length:
+            raise ConfigError(
+                f"max_length={self.max_length} exceeds packed_sequence_length={self.packed_sequence_length}: an "
+                "example must fit into one row. Lower max_length or raise packed_sequence_length."
+            )
+        if self.optim.value not in ELEMENTWISE_OPTIMIZERS:
+            raise ConfigError(
+                f"optim={self.optim.value!r} is not supported: only optimizers that treat every element alike update "
+                f"shards of a matrix correctly. Allowed: {', '.join(ELEMENTWISE_OPTIMIZERS)}."
+            )
+        if self.train_sampling_strategy == "group_by_length":
+            raise ConfigError(
+                "train_sampling_strategy='group_by_length' is not supported: packing wastes nothing on unequal "
+                "lengths. Use 'random' or 'sequential'."
+            )
+
+
+def refuse_trl_names(names: typing.Iterable[str]) -> None:
+    """Raise on the first name that only TRL has.
+
+    Raises:
+        ConfigError: Saying what the argument is called here.
+    """
+    for name in names:
+        if name in TRL_NAMES:
+            raise ConfigError(f"{name} is a TRL argument that hf_megapack does not have: {TRL_NAMES[name]}.")
+
+
+def _literals(annotation: Any) -> tuple:
+    """Return the values of every Literal inside a type annotation, () if there is none."""
+    if typing.get_origin(annotation) is Literal:
+        return typing.get_args(annotation)
+    return tuple(value for part in typing.get_args(annotation) for value in _literals(part))
+
+
+def _is_default(value: Any, declared: dataclasses.Field) -> bool:
+    """Whether a value asks for nothing; transformers rewrites some defaults (None to {}, or to its config object)."""
+    default = declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
+    if type(value).__name__ == "AcceleratorConfig":
+        value = None if value == type(value)() else value
+    return value == default or (not value and not default)

@@ -1,0 +1,155 @@
+"""MegaPackConfig: its defaults, and what it refuses before any work."""
+
+import dataclasses
+import inspect
+import pickle
+
+import pytest
+import transformers
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_megapack.arguments import TRAINER_ARGUMENTS, TRAINING_ARGUMENTS, TRL_NAMES
+from hf_megapack.config import MegaPackConfig
+from hf_megapack.errors import ConfigError
+
+OWN_FIELDS = [f for f in dataclasses.fields(MegaPackConfig) if f.name in MegaPackConfig.__annotations__]
+SETTING = {"optim_target_modules": ["q_proj"], "logging_nan_inf_filter": True, "average_tokens_across_devices": False}
+SETTING |= {
+    "dataloader_in_order": False,
+    "hub_strategy": "end",
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
+SETTING |= {
+    "accelerator_config": {"split_batches": True},
+    "include_for_metrics": ["loss"],
+    "debug": "underflow_overflow",
+}
+
+
+@pytest.fixture
+def make(tmp_path):
+    return lambda **options: MegaPackConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+def test_every_inherited_argument_has_a_verdict():
+    fields = {f.name for f in dataclasses.fields(TrainingArguments)}
+    assert len(fields) > 100
+    assert fields - set(TRAINING_ARGUMENTS) == set()
+    parameters = set(inspect.signature(transformers.Trainer.__init__).parameters) - {"self"}
+    assert parameters - set(TRAINER_ARGUMENTS) == set()
+
+
+def test_every_refusal_gives_a_reason():
+    for name, verdict in (TRAINING_ARGUMENTS | TRAINER_ARGUMENTS).items():
+        assert bool(verdict.reason) == (verdict.mark != "honoured"), name
+
+
+def test_every_own_field_has_help_and_a_type():
+    assert len(OWN_FIELDS) > 25
+    for own in OWN_FIELDS:
+        assert len(own.metadata["help"]) > 20, own.name
+        assert "%" not in own.metadata["help"], "argparse reads % as a format"
+
+
+def test_defaults_are_the_documented_ones(make):
+    config = make()
+    expected = {
+        "assistant_mask": "all",
+        "max_length": None,
+        "overlong": "error",
+        "packing_strategy": "prefix_tree",
+        "min_shared_tokens": 64,
+        "share_supervised": False,
+        "shuffle_unit": "conversation",
+        "group_by_prefix": False,
+        "fp8": None,
+        "attention": "auto",
+        "recompute": "auto",
+        "on_nonfinite": "raise",
+        "bf16": False,
+        "dataloader_num_workers": 1,
+        "logging_nan_inf_filter": False,
+        "remove_unused_columns": False,
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", [n for n, v in TRAINING_ARGUMENTS.items() if v.mark == "refused"])
+def test_a_refused_argument_raises_its_name_and_reason(make, name):
+    fields = {f.name: f for f in dataclasses.fields(TrainingArguments)}
+    if name not in fields:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    value = SETTING.get(name, 0.5 if isinstance(fields[name].default, float) else True)
+    with pytest.raises(ConfigError, match=f"^{name}=.*{TRAINING_ARGUMENTS[name].reason[:20]}"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("name", sorted(TRL_NAMES))
+def test_a_name_that_only_trl_has_raises_with_our_name(make, name):
+    with pytest.raises(ConfigError, match=f"^{name} is a TRL argument"):
+        make(**{name: None})
+
+
+def test_trl_fields_are_ours_or_explained():
+    sft_config = pytest.importorskip("trl", reason="trl is not installed").SFTConfig
+    names = {f.name for f in dataclasses.fields(sft_config)}
+    ours = {f.name for f in dataclasses.fields(MegaPackConfig)}
+    assert names - ours - set(TRL_NAMES) == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; it must be 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size=2"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2"),
+        ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
+        ({"sequence_parallel": True}, "sequence_parallel=True"),
+        ({"fp8": "blockwise"}, "fp8='blockwise' is not supported yet"),
+        ({"share_supervised": True}, "share_supervised=True"),
+        ({"group_by_prefix": True}, "group_by_prefix=True"),
+        ({"attention": "thd"}, "attention='thd' is not supported yet"),
+        ({"recompute": "selective"}, "recompute='selective' is not supported yet"),
+        ({"packing_strategy": "bfd"}, "packing_strategy='bfd' is not allowed; it must be one of 'prefix_tree'"),
+        ({"overlong": "drop_it"}, "overlong='drop_it'"),
+        ({"packed_sequence_length": 1}, "packed_sequence_length=1 is too small; it must be at least 2"),
+        ({"min_shared_tokens": 0}, "min_shared_tokens=0"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+        ({"max_length": 100, "packed_sequence_length": 99}, "max_length=100 exceeds packed_sequence_length=99"),
+        ({"optim": "adafactor"}, "optim='adafactor' .*Allowed: adamw_torch"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
+        ({"recompute": "off", "gradient_checkpointing": True}, "gradient_checkpointing=True means recompute='full'"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(make, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_both_names_of_full_recompute_mean_it_and_reach_no_transformers_hook(make, name):
+    if name not in TrainingArguments.__dataclass_fields__:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    config = make(**{name: True})
+    assert config.recompute == "full"
+    assert not getattr(config, name)
+
+
+def test_a_deepspeed_launch_is_refused(make, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_DEEPSPEED"):
+        make()
+
+
+def test_a_copy_keeps_every_choice(make):
+    config = make(assistant_mask="each", gradient_checkpointing=True, optim="sgd", report_to="none")
+    for copy in (dataclasses.replace(config), pickle.loads(pickle.dumps(config))):
+        assert (copy.assistant_mask, copy.recompute, copy.optim.value) == ("each", "full", "sgd")
+
+
+def test_the_command_line_reads_own_fields(tmp_path):
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "--assistant_mask", "last", "--packed_sequence_length", "512"]
+    (config,) = HfArgumentParser(MegaPackConfig).parse_args_into_dataclasses(line)
+    assert (config.assistant_mask, config.packed_sequence_length, config.bf16) == ("last", 512, False)
