@@ -1,0 +1,1 @@
+"""The only room that imports Megatron-Core; its one door is `hf_megapack.megatron.backend.MegatronBackend`."""

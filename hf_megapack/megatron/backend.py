@@ -1,0 +1,226 @@
+"""The one door to Megatron-Core: build a model with LoRA, run updates, and exchange its adapter by PEFT key names.
+
+What goes in are plain `PackedBatch`es, what comes out are plain `StepResult`s and CPU tensors. The base model stays
+frozen for the backend's whole life.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig, PretrainedConfig
+
+from hf_megapack.batch import PackedBatch, PackedRow, StepResult
+from hf_megapack.errors import ConfigError, ExportError
+from hf_megapack.megatron.families import family_of
+from hf_megapack.megatron.host import host_device
+from hf_megapack.megatron.lora import attach_lora, initialize_lora, linear_rules, lora_parameters
+from hf_megapack.megatron.model import build_model
+from hf_megapack.megatron.parallel import initialize_parallel
+from hf_megapack.megatron.shards import gather_full, take_shard
+from hf_megapack.megatron.step import forward_row, reduce_gradients, run_batch, tree_params
+from hf_megapack.weights.adapter import resolve_lora
+from hf_megapack.weights.load import checkpoint_folder
+from hf_megapack.weights.names import module_of
+
+if TYPE_CHECKING:
+    from hf_megapack.config import MegaPackConfig
+
+
+class MegatronBackend:
+    """A frozen Megatron-Core model with trainable LoRA factors.
+
+    Args:
+        model: Hub id or local folder of a base model, or a transformers configuration for random weights.
+        args: The training arguments.
+        peft_config: The adapter to train.
+
+    Attributes:
+        model: The module that holds everything, for code that wants a `torch.nn.Module`.
+        hf_config: transformers configuration of the base model.
+        base_model_name: What `model` named, None for random weights.
+        parameters: PEFT key to this rank's trainable factor, float32, in a stable order.
+        layout: Where this rank stands.
+
+    Raises:
+        ConfigError: If the model, the adapter or the layout is not one that trains exactly; before weights are read.
+        BackendError: If the checkpoint does not fit its configuration.
+    """
+
+    def __init__(self, model: str | PretrainedConfig, args: "MegaPackConfig", peft_config: LoraConfig):
+        self.base_model_name = None if isinstance(model, PretrainedConfig) else str(model)
+        self.hf_config = model if self.base_model_name is None else AutoConfig.from_pretrained(self.base_model_name)
+        family = family_of(self.hf_config)
+        rules = family.rules(self.hf_config)
+        names = [module_of(source) for rule in linear_rules(rules) for source in rule.sources]
+        specs = resolve_lora(peft_config, [*names, "lm_head"], model_type=self.hf_config.model_type)
+        self.layout = initialize_parallel()
+        self.model = build_model(
+            self.hf_config,
+            family,
+            folder=checkpoint_folder(self.base_model_name) if self.base_model_name is not None else None,
+            layout=self.layout,
+            dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            recompute=args.recompute == "full",
+        )
+        heads, layout = family.heads(self.hf_config), self.layout
+        attach_lora(self.model, rules, specs, heads, layout.tensor_size)
+        initialize_lora(
+            self.model, rules, peft_config.init_lora_weights, args.seed, layout.tensor_rank, layout.tensor_size
+        )
+        factors = list(lora_parameters(self.model, rules))
+        self.parameters = {key: parameter for key, parameter, _ in factors}
+        self._split_dims = {key: split_dim for key, _, split_dim in factors}
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.layout.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.layout.world_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Rank among the processes that hold the same weights."""
+        return self.layout.data_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes that hold the same weights."""
+        return self.layout.data_size
+
+    def run_step(self, batch: PackedBatch) -> StepResult:
+        """Compute the loss of an update and its gradient.
+
+        Args:
+            batch: The update, the same on every rank.
+
+        Returns:
+            The result; every factor's `.grad` then holds the gradient of `loss`, the same on data-parallel ranks.
+            Gradients of an earlier step are dropped.
+
+        Raises:
+            DataError: If the update is scheduled for another number of ranks or learns nothing.
+        """
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        result = run_batch(self.model, batch, self.layout, wants_grad=True)
+        reduce_gradients(self.parameters.values(), self.layout)
+        return result
+
+    def eval_step(self, batch: PackedBatch) -> StepResult:
+        """Compute the loss of an update without gradients; arguments, result and errors as `run_step`."""
+        return run_batch(self.model, batch, self.layout, wants_grad=False)
+
+    def logits(self, row: PackedRow) -> torch.Tensor:
+        """Return the logits of every slot of a row, to look at or compare.
+
+        Args:
+            row: Any row.
+
+        Returns:
+            The model's dtype, shape (num_slots, vocab_size).
+        """
+        self.model.eval()
+        params = tree_params(row, num_loss_tokens=1, is_dummy=False, wants_logits=True)
+        with host_device(), torch.no_grad():
+            return forward_row(self.model, row, params)
+
+    def grad_norm(self) -> float:
+        """Return the 2-norm of the gradient over all factors of all ranks."""
+        squares = [p.grad.double().square().sum() for p in self.parameters.values() if p.grad is not None]
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiply every gradient by a factor."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def adapter_state(self) -> dict[str, torch.Tensor]:
+        """Return the full adapter. A collective: every rank calls it.
+
+        Returns:
+            PEFT key to float32 CPU tensor, sorted by key, the same on every rank.
+
+        Raises:
+            ExportError: If the ranks' shards do not fit together.
+        """
+        return gather_full({k: (p, self._split_dims[k]) for k, p in self.parameters.items()}, self.layout)
+
+    def load_adapter(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace the factors by those of a full adapter.
+
+        Args:
+            state: PEFT key to full tensor; exactly the adapter's keys.
+
+        Raises:
+            ExportError: If keys or shapes differ from the adapter's; nothing is changed then.
+        """
+        missing, extra = sorted(set(self.parameters) - set(state)), sorted(set(state) - set(self.parameters))
+        if missing or extra:
+            raise ExportError(
+                f"The adapter does not fit the one being trained: {len(missing)} factors are missing "
+                f"({', '.join(missing[:3]) or 'none'}), {len(extra)} are unknown ({', '.join(extra[:3]) or 'none'}). "
+                "Use the LoraConfig that the adapter was made with."
+            )
+        shards = {key: take_shard(state[key], self._split_dims[key], self.layout) for key in self.parameters}
+        for key, shard in shards.items():
+            if shard.shape != self.parameters[key].shape:
+                raise ExportError(
+                    f"{key} has shape {tuple(state[key].shape)}; this rank's part must be "
+                    f"{tuple(self.parameters[key].shape)}. The rank of its LoraConfig differs."
+                )
+        with torch.no_grad():
+            for key, shard in shards.items():
+                self.parameters[key].copy_(shard)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """Return an optimizer's state as full tensors. A collective: every rank calls it.
+
+        Args:
+            optimizer: A torch optimizer over `parameters`, elementwise.
+
+        Returns:
+            "<state name>/<PEFT key>" to CPU tensor: moments have their factor's full shape, step counts are scalars.
+        """
+        local = {}
+        for key, parameter in self.parameters.items():
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    local[f"{name}/{key}"] = (value, self._split_dims[key] if value.dim() else None)
+        return gather_full(local, self.layout)
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, torch.Tensor]) -> None:
+        """Set an optimizer's state from `optimizer_state`'s full tensors.
+
+        Args:
+            optimizer: A torch optimizer over `parameters`.
+            state: What `optimizer_state` returned, in any layout.
+
+        Raises:
+            ExportError: If a tensor belongs to no factor or has another shape; nothing is changed then.
+        """
+        per_factor: dict[str, dict[str, torch.Tensor]] = {}
+        for full_key, value in state.items():
+            name, _, key = full_key.partition("/")
+            if key not in self.parameters:
+                raise ExportError(f"The optimizer state {full_key} belongs to no factor of the adapter being trained.")
+            shard = take_shard(value, self._split_dims[key] if value.dim() else None, self.layout)
+            parameter = self.parameters[key]
+            if value.dim() and shard.shape != parameter.shape:
+                raise ExportError(f"The optimizer state {full_key} has shape {tuple(value.shape)}, unlike its factor.")
+            device = parameter.device if value.dim() else "cpu"
+            per_factor.setdefault(key, {})[name] = shard.to(device, copy=True)
+        for key, entries in per_factor.items():
+            optimizer.state[self.parameters[key]] = entries
+
+    def close(self) -> None:
+        """Drop the model; the process groups stay for the next trainer of this process."""
+        self.parameters = {}
+        self.model = None

@@ -1,0 +1,156 @@
+"""What every dense decoder of the Llama lineage has in common: the mapping of its configuration and weights.
+
+A family states only what differs: which projections carry a bias, whether queries and keys are normalised, and which
+layers see a sliding window.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from hf_megapack.errors import ConfigError
+from hf_megapack.weights.names import HeadLayout, WeightRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseFamily:
+    """What differs between the dense families.
+
+    Attributes:
+        model_type: transformers' name of the family.
+        has_qkv_bias: From the configuration, whether q_proj, k_proj and v_proj have a bias.
+        has_output_bias: The same for o_proj.
+        has_mlp_bias: The same for gate_proj, up_proj and down_proj.
+        has_qk_norm: Whether queries and keys pass an RMS norm per head.
+        windows: From the configuration, each layer's sliding window in tokens, None for full attention.
+    """
+
+    model_type: str
+    has_qkv_bias: Callable[[PretrainedConfig], bool] = lambda config: False
+    has_output_bias: Callable[[PretrainedConfig], bool] = lambda config: False
+    has_mlp_bias: Callable[[PretrainedConfig], bool] = lambda config: False
+    has_qk_norm: bool = False
+    windows: Callable[[PretrainedConfig], list[int | None]] = lambda config: [None] * config.num_hidden_layers
+
+    def heads(self, config: PretrainedConfig) -> HeadLayout:
+        """Return the attention sizes of a configuration."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return HeadLayout(
+            num_heads=config.num_attention_heads, num_groups=config.num_key_value_heads, head_dim=head_dim
+        )
+
+    def check(self, config: PretrainedConfig) -> None:
+        """Refuse what would not compute the same model.
+
+        Raises:
+            ConfigError: For an activation other than SiLU or a dropout in attention.
+        """
+        if config.hidden_act not in ("silu", "swish"):
+            raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' (SwiGLU) is.")
+        if getattr(config, "attention_dropout", 0.0):
+            raise ConfigError(
+                f"attention_dropout={config.attention_dropout} in the model's config. A shared prefix is computed "
+                "once, so its dropout could not differ between examples. Set attention_dropout to 0."
+            )
+        layer_types = getattr(config, "layer_types", None) or []
+        unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise ConfigError(f"Layers of type {', '.join(unknown)} are not supported for {self.model_type}.")
+
+    def rules(self, config: PretrainedConfig) -> list[WeightRule]:
+        """Return the rules of the whole model, embedding first.
+
+        Args:
+            config: transformers configuration.
+        """
+        rules = [
+            WeightRule(
+                parameter="embedding.word_embeddings.weight",
+                sources=("model.embed_tokens.weight",),
+                shard_dim=0,
+                role="embedding",
+            )
+        ]
+        for layer in range(config.num_hidden_layers):
+            rules.extend(self._layer_rules(config, layer))
+        rules.append(
+            WeightRule(parameter="decoder.final_layernorm.weight", sources=("model.norm.weight",), role="norm")
+        )
+        if not config.tie_word_embeddings:
+            rules.append(
+                WeightRule(parameter="output_layer.weight", sources=("lm_head.weight",), shard_dim=0, role="head")
+            )
+        return rules
+
+    def _layer_rules(self, config: PretrainedConfig, layer: int) -> Iterator[WeightRule]:
+        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+        yield _norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm")
+        yield from _linear(
+            f"{ours}.self_attention.linear_qkv",
+            tuple(f"{theirs}.self_attn.{name}" for name in qkv),
+            fusion="grouped_qkv",
+            has_bias=self.has_qkv_bias(config),
+        )
+        if self.has_qk_norm:
+            yield _norm(f"{ours}.self_attention.q_layernorm", f"{theirs}.self_attn.q_norm")
+            yield _norm(f"{ours}.self_attention.k_layernorm", f"{theirs}.self_attn.k_norm")
+        yield from _linear(
+            f"{ours}.self_attention.linear_proj",
+            (f"{theirs}.self_attn.o_proj",),
+            is_row_parallel=True,
+            has_bias=self.has_output_bias(config),
+        )
+        yield _norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm")
+        yield from _linear(
+            f"{ours}.mlp.linear_fc1",
+            tuple(f"{theirs}.mlp.{name}" for name in gate_up),
+            fusion="stacked",
+            has_bias=self.has_mlp_bias(config),
+        )
+        yield from _linear(
+            f"{ours}.mlp.linear_fc2",
+            (f"{theirs}.mlp.down_proj",),
+            is_row_parallel=True,
+            has_bias=self.has_mlp_bias(config),
+        )
+
+
+def sliding_windows(config: PretrainedConfig) -> list[int | None]:
+    """Return each layer's window from `layer_types` and `sliding_window`.
+
+    Raises:
+        ConfigError: If a layer is sliding but no window is set.
+    """
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+    if config.sliding_window is None and "sliding_attention" in config.layer_types:
+        raise ConfigError(
+            "layer_types names sliding_attention but sliding_window is None (use_sliding_window may be False). "
+            "Set use_sliding_window=True and a sliding_window, or make every layer full_attention."
+        )
+    return windows
+
+
+def _norm(parameter: str, source: str) -> WeightRule:
+    return WeightRule(parameter=f"{parameter}.weight", sources=(f"{source}.weight",), role="norm")
+
+
+def _linear(
+    parameter: str, sources: tuple[str, ...], *, has_bias: bool, fusion: str = "one", is_row_parallel: bool = False
+) -> Iterator[WeightRule]:
+    yield WeightRule(
+        parameter=f"{parameter}.weight",
+        sources=tuple(f"{source}.weight" for source in sources),
+        fusion=fusion,
+        shard_dim=1 if is_row_parallel else 0,
+        role="linear",
+    )
+    if has_bias:
+        yield WeightRule(
+            parameter=f"{parameter}.bias",
+            sources=tuple(f"{source}.bias" for source in sources),
+            fusion=fusion,
+            shard_dim=None if is_row_parallel else 0,
+            role="linear",
+        )

@@ -1,0 +1,197 @@
+"""LoRA on Megatron-Core's linears, one independent pair of factors for each Hugging Face projection.
+
+Megatron-Core fuses q, k, v and gate, up into one linear each; their adapters stay apart, so that any per-module PEFT
+adapter loads and exports without loss. Factors are float32 parameters; the base is frozen.
+
+Shapes: T slots, B rows, R rank.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from hf_megapack.errors import BackendError, ConfigError
+from hf_megapack.weights.adapter import LoraSpec, initial_lora_weights
+from hf_megapack.weights.names import HeadLayout, WeightRule, module_of
+
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """One Hugging Face projection inside a Megatron-Core linear.
+
+    Attributes:
+        name: Hugging Face module path.
+        out_features: Rows of this projection that the local linear holds.
+        spec: Its adapter, None when it is not adapted.
+    """
+
+    name: str
+    out_features: int
+    spec: LoraSpec | None
+
+
+class LoraLinear(torch.nn.Module):
+    """A frozen Megatron-Core linear plus the low-rank updates of the projections fused in it.
+
+    Args:
+        base: `ColumnParallelLinear` or `RowParallelLinear`, frozen.
+        projections: What the linear fuses, in order.
+        in_features: Local input size.
+        num_groups: Query groups between which q, k and v are interleaved; 1 when they follow one another.
+    """
+
+    def __init__(self, base: torch.nn.Module, projections: list[Projection], in_features: int, num_groups: int):
+        super().__init__()
+        self.base = base
+        self.projections = projections
+        self.num_groups = num_groups
+        self.lora_a = torch.nn.ParameterDict()
+        self.lora_b = torch.nn.ParameterDict()
+        for projection in self.adapted:
+            leaf, rank = _leaf(projection.name), projection.spec.rank
+            factory = {"device": base.weight.device, "dtype": torch.float32}
+            self.lora_a[leaf] = torch.nn.Parameter(torch.empty(rank, in_features, **factory))
+            self.lora_b[leaf] = torch.nn.Parameter(torch.empty(projection.out_features, rank, **factory))
+
+    @property
+    def adapted(self) -> list[Projection]:
+        """The projections that have an adapter."""
+        return [projection for projection in self.projections if projection.spec is not None]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The frozen weight, which some Megatron-Core code reads from its linears."""
+        return self.base.weight
+
+    def forward(self, input_TBD: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the base output plus every update, and the bias that the base leaves to its caller."""
+        output, bias = self.base(input_TBD, *args, **kwargs)
+        return output + self._update(input_TBD), bias
+
+    def _update(self, input_TBD: torch.Tensor) -> torch.Tensor:
+        dtype, adapted = input_TBD.dtype, self.adapted
+        # One product for every projection's A: they read the same input.
+        stacked = torch.cat([self.lora_a[_leaf(p.name)] for p in adapted]).to(dtype)
+        inner = linear(input_TBD, stacked).split([p.spec.rank for p in adapted], dim=-1)
+        updates = {
+            p.name: linear(hidden * p.spec.scaling, self.lora_b[_leaf(p.name)].to(dtype))
+            for p, hidden in zip(adapted, inner, strict=True)
+        }
+        if len(self.projections) == 1:
+            return updates[self.projections[0].name]
+        shape = input_TBD.shape[:-1]
+        parts = [
+            updates[p.name] if p.name in updates else input_TBD.new_zeros(*shape, p.out_features)
+            for p in self.projections
+        ]
+        grouped = [part.unflatten(-1, (self.num_groups, -1)) for part in parts]
+        return torch.cat(grouped, dim=-1).flatten(-2)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def linear_rules(rules: list[WeightRule]) -> list[WeightRule]:
+    """Return the rules of the weights that LoRA can adapt."""
+    return [rule for rule in rules if rule.role == "linear" and rule.parameter.endswith(".weight")]
+
+
+def attach_lora(
+    model: torch.nn.Module, rules: list[WeightRule], specs: Mapping[str, LoraSpec], heads: HeadLayout, tensor_size: int
+) -> None:
+    """Wrap every linear of a model that has an adapter.
+
+    Args:
+        model: A GPTModel whose layers have the names that `rules` use.
+        rules: Every rule of the model.
+        specs: Adapter of each adapted Hugging Face module.
+        heads: Attention sizes of the whole model.
+        tensor_size: Tensor-parallel ranks.
+
+    Raises:
+        ConfigError: If an adapted module has no linear in this model.
+        BackendError: If a linear's shape is not what its projections add up to.
+    """
+    left = set(specs)
+    for rule in linear_rules(rules):
+        names = [module_of(source) for source in rule.sources]
+        if not left.intersection(names):
+            continue
+        left.difference_update(names)
+        path = module_of(rule.parameter)
+        base = model.get_submodule(path)
+        out_features, in_features = base.weight.shape
+        sizes = _projection_sizes(rule, heads, out_features, tensor_size)
+        if sum(sizes) != out_features:
+            raise BackendError(f"{path} has {out_features} rows; its projections {names} have {sizes}.")
+        projections = [
+            Projection(name=name, out_features=size, spec=specs.get(name))
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        num_groups = heads.num_groups // tensor_size if rule.fusion == "grouped_qkv" else 1
+        parent = model.get_submodule(module_of(path))
+        setattr(parent, _leaf(path), LoraLinear(base, projections, in_features, num_groups))
+    if left:
+        raise ConfigError(f"LoRA targets {sorted(left)} are not linear layers that can be adapted.")
+
+
+def _projection_sizes(rule: WeightRule, heads: HeadLayout, out_features: int, tensor_size: int) -> list[int]:
+    if rule.fusion == "grouped_qkv":
+        query, key = (count * heads.head_dim // tensor_size for count in (heads.num_heads, heads.num_groups))
+        return [query, key, key]
+    return [out_features // len(rule.sources)] * len(rule.sources)
+
+
+def lora_parameters(
+    model: torch.nn.Module, rules: list[WeightRule]
+) -> Iterator[tuple[str, torch.nn.Parameter, int | None]]:
+    """Yield every factor under its PEFT key, with the dimension that tensor parallelism splits.
+
+    A column-parallel linear splits B along its output; a row-parallel one splits A along its input.
+
+    Yields:
+        PEFT key, local parameter, and the split dimension or None for a replicated factor.
+    """
+    for rule in linear_rules(rules):
+        module = model.get_submodule(module_of(rule.parameter))
+        if not isinstance(module, LoraLinear):
+            continue
+        is_row_parallel = rule.shard_dim == 1
+        for projection in module.adapted:
+            leaf, key = _leaf(projection.name), PEFT_PREFIX + projection.name
+            yield f"{key}.lora_A.weight", module.lora_a[leaf], 1 if is_row_parallel else None
+            yield f"{key}.lora_B.weight", module.lora_b[leaf], None if is_row_parallel else 0
+
+
+def initialize_lora(
+    model: torch.nn.Module, rules: list[WeightRule], init: bool | str, seed: int, tensor_rank: int, tensor_size: int
+) -> None:
+    """Draw the initial factors as PEFT does, the same full tensors in every layout.
+
+    Args:
+        model: A model that `attach_lora` has been through.
+        rules: Every rule of the model.
+        init: `LoraConfig.init_lora_weights`.
+        seed: Seed of the draws.
+        tensor_rank: This rank among the tensor-parallel ranks.
+        tensor_size: Number of tensor-parallel ranks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for rule in linear_rules(rules):
+        module = model.get_submodule(module_of(rule.parameter))
+        if not isinstance(module, LoraLinear):
+            continue
+        is_row_parallel = rule.shard_dim == 1
+        for projection in module.adapted:
+            lora_a, lora_b = module.lora_a[_leaf(projection.name)], module.lora_b[_leaf(projection.name)]
+            in_features = lora_a.shape[1] * (tensor_size if is_row_parallel else 1)
+            out_features = lora_b.shape[0] * (1 if is_row_parallel else tensor_size)
+            full_a, full_b = initial_lora_weights(projection.spec, in_features, out_features, init, generator)
+            with torch.no_grad():
+                lora_a.copy_(full_a.chunk(tensor_size, dim=1)[tensor_rank] if is_row_parallel else full_a)
+                lora_b.copy_(full_b if is_row_parallel else full_b.chunk(tensor_size, dim=0)[tensor_rank])

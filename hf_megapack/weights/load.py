@@ -1,0 +1,205 @@
+"""Read safetensors checkpoints of one or many files straight into the parameters of this rank.
+
+Only the slices that this rank holds are read; the Hugging Face model is never built. A weight that is missing, or one
+that no rule reads, is an error: either would train a different model than the one named.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from hf_megapack.errors import BackendError, ConfigError
+from hf_megapack.weights.names import HeadLayout, WeightRule
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+# Buffers that older checkpoints carry and that every model computes for itself.
+COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def checkpoint_folder(model: str) -> Path:
+    """Return the local folder that holds a model's safetensors, downloading them from the hub if need be.
+
+    Args:
+        model: Local folder or hub id.
+
+    Raises:
+        ConfigError: If there are no safetensors there.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model, allow_patterns=["model*.safetensors", INDEX_FILE]))
+    if not (folder / INDEX_FILE).exists() and not (folder / SINGLE_FILE).exists():
+        found = sorted(path.name for path in folder.iterdir())[:20]
+        raise ConfigError(
+            f"{model} holds neither {SINGLE_FILE} nor {INDEX_FILE} (found: {', '.join(found) or 'nothing'}). Weights are "
+            "read from safetensors only: load the model with transformers and save it again with save_pretrained."
+        )
+    return folder
+
+
+class CheckpointReader:
+    """Slices of named tensors from the safetensors of one folder; use it through `open_checkpoint`."""
+
+    def __init__(self, folder: Path, stack: ExitStack):
+        index = folder / INDEX_FILE
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SINGLE_FILE}
+        missing = sorted(name for name in files if not (folder / name).exists())
+        if missing:
+            raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its {INDEX_FILE} names. Fetch it again.")
+        handles = [stack.enter_context(safe_open(str(folder / name), framework="pt")) for name in sorted(files)]
+        self._handle_of = {name: handle for handle in handles for name in handle.keys()}
+        self.folder = folder
+        # A checkpoint of the bare decoder (AutoModel) has the same names without their first part.
+        self._is_bare = not any(name.startswith("model.") for name in self._handle_of)
+
+    def _stored_name(self, name: str) -> str:
+        return name.removeprefix("model.") if self._is_bare else name
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's full shape.
+
+        Raises:
+            BackendError: If the checkpoint lacks it.
+        """
+        stored = self._stored_name(name)
+        if stored not in self._handle_of:
+            raise BackendError(
+                f"{self.folder} lacks the weight {name}. It is not a complete checkpoint of the model that its "
+                "config.json describes."
+            )
+        return tuple(self._handle_of[stored].get_slice(stored).get_shape())
+
+    def read(self, name: str, dim: int | None = None, part: int = 0, num_parts: int = 1) -> torch.Tensor:
+        """Return part `part` of `num_parts` equal parts of a tensor along `dim`, or all of it when `dim` is None.
+
+        Raises:
+            BackendError: If the checkpoint lacks it or its size does not divide.
+        """
+        shape = self.shape(name)
+        stored = self._stored_name(name)
+        tensor = self._handle_of[stored].get_slice(stored)
+        if dim is None:
+            return tensor[...]
+        if shape[dim] % num_parts:
+            raise BackendError(f"{name} has {shape[dim]} entries along dimension {dim}, not a multiple of {num_parts}.")
+        size = shape[dim] // num_parts
+        window = slice(part * size, (part + 1) * size)
+        return tensor[window] if dim == 0 else tensor[:, window]
+
+    def unread(self, rules: Iterable[WeightRule]) -> list[str]:
+        """Return the stored names that no rule reads, computed buffers left out."""
+        read = {self._stored_name(source) for rule in rules for source in rule.sources}
+        return sorted(n for n in self._handle_of if n not in read and not n.endswith(COMPUTED_SUFFIXES))
+
+
+@contextmanager
+def open_checkpoint(folder: Path) -> Iterator[CheckpointReader]:
+    """Open every safetensors file of a folder for reading slices.
+
+    Raises:
+        ConfigError: If the index names a file that is not there.
+    """
+    with ExitStack() as stack:
+        yield CheckpointReader(folder, stack)
+
+
+def fuse_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Interleave query, key and value rows by query group, as Megatron-Core's linear_qkv holds them.
+
+    Args:
+        query: Rows of whole query groups. Shape (num_groups * heads_per_group * head_dim, ...).
+        key: Shape (num_groups * head_dim, ...).
+        value: Shape (num_groups * head_dim, ...).
+        head_dim: Size of one head.
+
+    Returns:
+        Shape (num_groups * (heads_per_group + 2) * head_dim, ...): for each group its query heads, its key, its value.
+
+    Example:
+        >>> rows = [torch.tensor(r) for r in ([0, 1, 2, 3], [10, 11], [20, 21])]
+        >>> fuse_qkv(*rows, head_dim=1).tolist()
+        [0, 1, 10, 20, 2, 3, 11, 21]
+    """
+    num_groups = key.shape[0] // head_dim
+    parts = [tensor.unflatten(0, (num_groups, -1)) for tensor in (query, key, value)]
+    return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+def read_parameter(
+    reader: CheckpointReader, rule: WeightRule, heads: HeadLayout, *, part: int = 0, num_parts: int = 1
+) -> torch.Tensor:
+    """Read what one rank holds of one Megatron-Core parameter.
+
+    Args:
+        reader: The open checkpoint.
+        rule: Which parameter.
+        heads: Sizes of the whole model's attention.
+        part: This rank among the tensor-parallel ranks.
+        num_parts: Number of tensor-parallel ranks.
+
+    Returns:
+        The local shard, in the checkpoint's dtype.
+
+    Raises:
+        BackendError: If a source is missing or does not divide by `num_parts`.
+    """
+    shards = [reader.read(source, rule.shard_dim, part, num_parts) for source in rule.sources]
+    if rule.fusion == "grouped_qkv":
+        return fuse_qkv(*shards, head_dim=heads.head_dim)
+    return torch.cat(shards) if rule.fusion == "stacked" else shards[0]
+
+
+def load_parameters(
+    folder: Path,
+    rules: Iterable[WeightRule],
+    parameters: Mapping[str, torch.nn.Parameter],
+    heads: HeadLayout,
+    *,
+    ignored: Iterable[str] = (),
+    part: int = 0,
+    num_parts: int = 1,
+) -> None:
+    """Copy a checkpoint into the parameters that this rank holds, one tensor at a time.
+
+    Args:
+        folder: Folder with safetensors.
+        rules: Every rule of the whole model.
+        parameters: The local parameters under the names that the rules use; layers of other ranks are absent.
+        heads: Sizes of the whole model's attention.
+        ignored: Hugging Face names that may be present without being read (a stored copy of a tied head).
+        part: This rank among the tensor-parallel ranks.
+        num_parts: Number of tensor-parallel ranks.
+
+    Raises:
+        BackendError: If a weight is missing, has another shape, or a parameter has no rule.
+        ConfigError: If the checkpoint holds weights that the model does not have.
+    """
+    rules = list(rules)
+    unclaimed = sorted(set(parameters) - {rule.parameter for rule in rules})
+    if unclaimed:
+        raise BackendError(f"No weight rule fills {', '.join(unclaimed[:5])} ({len(unclaimed)} parameters).")
+    with open_checkpoint(folder) as reader, torch.no_grad():
+        extra = [name for name in reader.unread(rules) if name not in set(ignored)]
+        if extra:
+            raise ConfigError(
+                f"{folder} holds {len(extra)} weights that the model of its config.json does not have, the first "
+                f"{', '.join(extra[:3])}. Quantised checkpoints and other architectures cannot be trained."
+            )
+        for rule in rules:
+            if rule.parameter not in parameters:
+                continue
+            parameter = parameters[rule.parameter]
+            value = read_parameter(reader, rule, heads, part=part, num_parts=num_parts)
+            if value.shape != parameter.shape:
+                raise BackendError(
+                    f"{' + '.join(rule.sources)} has shape {tuple(value.shape)}; the model needs "
+                    f"{tuple(parameter.shape)}. config.json and the weights do not belong together."
+                )
+            parameter.copy_(value)
