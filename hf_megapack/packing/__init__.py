@@ -1,0 +1,33 @@
+"""Examples to rows: prefix forest, bins, layout and schedule, in numpy alone.
+
+Every token of every example has its slot in one row, shared or not; every loss-bearing token is learned exactly as
+often as it occurs; nothing is truncated, dropped or moved to another update. This room knows no model and no trainer.
+"""
+
+from hf_megapack.packing.alignment import NO_ALIGNMENT, Alignment
+from hf_megapack.packing.bins import PACKING_STRATEGIES, adjust_bin_count, pack_sequences, plan_rows
+from hf_megapack.packing.examples import ExampleSet, gather_examples
+from hf_megapack.packing.report import PackingReport, estimate_sharing
+from hf_megapack.packing.rows import lay_out_row, num_visible_pairs
+from hf_megapack.packing.schedule import num_local_microbatches, row_cost, schedule_rows
+from hf_megapack.packing.tree import Forest, build_forest
+
+__all__ = [
+    "NO_ALIGNMENT",
+    "PACKING_STRATEGIES",
+    "Alignment",
+    "ExampleSet",
+    "Forest",
+    "PackingReport",
+    "adjust_bin_count",
+    "build_forest",
+    "estimate_sharing",
+    "gather_examples",
+    "lay_out_row",
+    "num_local_microbatches",
+    "num_visible_pairs",
+    "pack_sequences",
+    "plan_rows",
+    "row_cost",
+    "schedule_rows",
+]
