@@ -5,7 +5,6 @@ frozen for the backend's whole life.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from hf_megapack.batch import PackedBatch, PackedRow, StepResult
-from hf_megapack.errors import ConfigError, ExportError
+from hf_megapack.errors import ExportError
 from hf_megapack.megatron.families import family_of
 from hf_megapack.megatron.host import host_device
 from hf_megapack.megatron.lora import attach_lora, initialize_lora, linear_rules, lora_parameters

@@ -51,8 +51,8 @@ def join_world() -> None:
     if announced > 1:
         raise ConfigError(
             f"WORLD_SIZE={announced} is in the environment but no process group was initialised, so each process would "
-            "train alone. Launch with torchrun, or with accelerate and a config whose distributed_type is MULTI_GPU (and "
-            "use_cpu=True in MegaPackConfig on a machine without GPUs); or unset WORLD_SIZE."
+            "train alone. Launch with torchrun, or with accelerate and a config whose distributed_type is MULTI_GPU "
+            "(and use_cpu=True in MegaPackConfig on a machine without GPUs); or unset WORLD_SIZE."
         )
     dist.init_process_group("nccl" if has_gpu() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 

@@ -36,7 +36,7 @@ def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.T
         raise ConfigError(
             f"rope_type {rope_type!r} changes its frequencies with the length of each sequence, so a prefix shared by "
             "sequences of different lengths has no single value. Allowed: default and every type of transformers' "
-            f"ROPE_INIT_FUNCTIONS except {', '.join(LENGTH_DEPENDENT)}. Use a model with yarn, llama3 or linear scaling."
+            f"ROPE_INIT_FUNCTIONS except {', '.join(LENGTH_DEPENDENT)}. Use a model with yarn, llama3 or linear."
         )
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim

@@ -51,7 +51,7 @@ def merge_shards(contributions: Iterable[Mapping[str, Shard]], tensor_size: int)
         ranks = [shard.tensor_rank for shard in shards]
         if ranks != list(range(tensor_size)):
             raise ExportError(
-                f"{key} came from tensor ranks {ranks}; each of 0 to {tensor_size - 1} must send it once."
+                f"{key} came from tensor ranks {ranks}; each of the {tensor_size} sends it once."
             )
         first = shards[0]
         if any(s.split_dim != first.split_dim or s.tensor.shape != first.tensor.shape for s in shards):

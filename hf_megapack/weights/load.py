@@ -38,8 +38,8 @@ def checkpoint_folder(model: str) -> Path:
     if not (folder / INDEX_FILE).exists() and not (folder / SINGLE_FILE).exists():
         found = sorted(path.name for path in folder.iterdir())[:20]
         raise ConfigError(
-            f"{model} holds neither {SINGLE_FILE} nor {INDEX_FILE} (found: {', '.join(found) or 'nothing'}). Weights are "
-            "read from safetensors only: load the model with transformers and save it again with save_pretrained."
+            f"{model} holds neither {SINGLE_FILE} nor {INDEX_FILE} (found: {', '.join(found) or 'nothing'}). Weights are read "
+            "from safetensors only: load the model with transformers and save it again with save_pretrained."
         )
     return folder
 
@@ -54,7 +54,7 @@ class CheckpointReader:
         if missing:
             raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its {INDEX_FILE} names. Fetch it again.")
         handles = [stack.enter_context(safe_open(str(folder / name), framework="pt")) for name in sorted(files)]
-        self._handle_of = {name: handle for handle in handles for name in handle.keys()}
+        self._handle_of = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 (a handle is no mapping)
         self.folder = folder
         # A checkpoint of the bare decoder (AutoModel) has the same names without their first part.
         self._is_bare = not any(name.startswith("model.") for name in self._handle_of)
