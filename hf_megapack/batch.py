@@ -1,12 +1,16 @@
 """The plain frozen types that cross rooms: one `PackedBatch` is one optimizer update.
 
 Arrays are numpy, read-only by convention, without behaviour. `labels` here are already shifted: the label of a slot is
-the token that its hidden state predicts.
+the token that its hidden state predicts. `to_buffer` and `from_buffer` carry a batch between processes without pickle.
 """
 
+import struct
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
+
+from hf_megapack.errors import BackendError
 
 IGNORE_LABEL = -100
 
@@ -106,3 +110,117 @@ class StepResult:
     num_loss_tokens: int
     num_correct: int
     entropy: float
+
+
+_MAGIC = b"megapack"
+_VERSION = 1
+# Magic, version, checksum of what follows, bytes of what follows.
+_HEADER = struct.Struct("<8sIIQ")
+_ROW_ARRAYS = ("input_ids", "position_ids", "labels", "loss_weights", "subtree_end")
+_NUM_BATCH_COUNTS = 7
+_NUM_ROW_COUNTS = 4
+
+
+def to_buffer(batch: PackedBatch) -> np.ndarray:
+    """Write a batch into one flat buffer: header, counts (int64), then every array (int32).
+
+    Args:
+        batch: The batch.
+
+    Returns:
+        uint8, one-dimensional, contiguous and writable; a process of the same machine type reads it with `from_buffer`.
+    """
+    counts = [
+        batch.num_examples,
+        batch.num_logical_tokens,
+        batch.num_loss_tokens,
+        int(np.float64(batch.packing_seconds).view(np.int64)),
+        *batch.schedule.row_index.shape,
+        len(batch.rows),
+    ]
+    arrays = [batch.schedule.row_index, batch.schedule.is_dummy.astype(np.int32)]
+    for row in batch.rows:
+        table = row.segments
+        counts += [row.input_ids.size, table.start.size, table.examples.size, row.num_padding_slots]
+        arrays += [getattr(row, name) for name in _ROW_ARRAYS]
+        arrays += [table.start, table.end, table.parent, table.example_offsets, table.examples]
+    counts_end = _HEADER.size + 8 * len(counts)
+    buffer = np.empty(counts_end + 4 * sum(array.size for array in arrays), dtype=np.uint8)
+    buffer[_HEADER.size : counts_end].view(np.int64)[:] = counts
+    np.concatenate([array.ravel() for array in arrays], out=buffer[counts_end:].view(np.int32))
+    payload = buffer[_HEADER.size :]
+    header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(payload), payload.size)
+    buffer[: _HEADER.size] = np.frombuffer(header, dtype=np.uint8)
+    return buffer
+
+
+def from_buffer(buffer: np.ndarray) -> PackedBatch:
+    """Read a batch back; its arrays are views of the buffer.
+
+    Args:
+        buffer: uint8, one-dimensional and contiguous, as `to_buffer` wrote it.
+
+    Returns:
+        The batch.
+
+    Raises:
+        BackendError: If the buffer is not a batch, of another version, cut short, or changed on the way.
+    """
+    if buffer.size < _HEADER.size:
+        raise BackendError(f"a packed batch has at least {_HEADER.size} bytes, this buffer {buffer.size}")
+    magic, version, checksum, size = _HEADER.unpack(buffer[: _HEADER.size].tobytes())
+    if magic != _MAGIC:
+        raise BackendError(f"this buffer is no packed batch: it begins with {magic!r}, not {_MAGIC!r}")
+    if version != _VERSION:
+        raise BackendError(
+            f"this packed batch has format version {version}, this process reads {_VERSION}; "
+            "run the same hf_megapack on every rank"
+        )
+    payload = buffer[_HEADER.size :]
+    if payload.size != size or zlib.crc32(payload) != checksum:
+        raise BackendError(f"a packed batch of {size} bytes arrived damaged ({payload.size} bytes)")
+    counts = payload[: 8 * _NUM_BATCH_COUNTS].view(np.int64).tolist()
+    *totals, data_parallel_size, num_microbatches, num_rows = counts
+    counts_end = 8 * (_NUM_BATCH_COUNTS + _NUM_ROW_COUNTS * num_rows)
+    row_counts = payload[8 * _NUM_BATCH_COUNTS : counts_end].view(np.int64).reshape(num_rows, _NUM_ROW_COUNTS)
+    reader = _Reader(payload[counts_end:].view(np.int32))
+    schedule_shape = (data_parallel_size, num_microbatches)
+    schedule = RowSchedule(
+        row_index=reader.take(data_parallel_size * num_microbatches).reshape(schedule_shape),
+        is_dummy=reader.take(data_parallel_size * num_microbatches).reshape(schedule_shape).astype(bool),
+    )
+    rows = tuple(_read_row(reader, *sizes) for sizes in row_counts.tolist())
+    return PackedBatch(
+        rows=rows,
+        schedule=schedule,
+        num_examples=totals[0],
+        num_logical_tokens=totals[1],
+        num_loss_tokens=totals[2],
+        packing_seconds=float(np.int64(totals[3]).view(np.float64)),
+    )
+
+
+class _Reader:
+    """Hands out consecutive pieces of one array."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+        self._at = 0
+
+    def take(self, size: int) -> np.ndarray:
+        """Return the next `size` values."""
+        self._at += size
+        return self._values[self._at - size : self._at]
+
+
+def _read_row(reader: _Reader, num_slots: int, num_segments: int, num_owners: int, num_padding_slots: int) -> PackedRow:
+    """Read one row in the order in which `to_buffer` writes it."""
+    arrays = {name: reader.take(num_slots) for name in _ROW_ARRAYS}
+    segments = SegmentTable(
+        start=reader.take(num_segments),
+        end=reader.take(num_segments),
+        parent=reader.take(num_segments),
+        example_offsets=reader.take(num_segments + 1),
+        examples=reader.take(num_owners),
+    )
+    return PackedRow(**arrays, segments=segments, num_padding_slots=num_padding_slots)

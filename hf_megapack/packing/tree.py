@@ -70,15 +70,14 @@ def sort_examples(examples: ExampleSet) -> tuple[np.ndarray, np.ndarray]:
         first). Both int64, shape (num_examples,).
     """
     # Big-endian bytes compare like the integers they encode, so one memcmp replaces a loop over tokens.
-    encoded = examples.tokens.astype(">u4").tobytes()
-    starts, keys = examples.offsets[:-1].tolist(), examples.shareable.tolist()
-    views = [encoded[4 * start : 4 * (start + size)] for start, size in zip(starts, keys, strict=True)]
-    order = sorted(range(len(views)), key=views.__getitem__)
-    common = np.zeros(len(order), dtype=np.int64)
+    starts, sizes = examples.offsets[:-1].tolist(), examples.shareable.tolist()
     tokens = examples.tokens
+    keys = [tokens[start : start + size].astype(">u4").tobytes() for start, size in zip(starts, sizes, strict=True)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    common = np.zeros(len(order), dtype=np.int64)
     for position in range(1, len(order)):
         before, here = order[position - 1], order[position]
-        size = min(keys[before], keys[here])
+        size = min(sizes[before], sizes[here])
         if size:
             differs = tokens[starts[before] : starts[before] + size] != tokens[starts[here] : starts[here] + size]
             at = int(differs.argmax())
