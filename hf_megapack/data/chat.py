@@ -1,0 +1,370 @@
+"""Turn raw rows into tokenized examples with a loss mask: the `Dataset.map` transform of the package.
+
+The invariant: every example that leaves here has at least one token to learn, and no token of a user, system or tool
+turn is one. Nothing is dropped or cut without being counted. Labels are not shifted here.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, List, Value
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ConfigError, DataError
+from .formats import FORMATS, Conversation, ReadyTokens, TextPair, read_row, recognise_format
+from .lengths import LengthPolicy, Outcome, log_outcomes
+from .masks import mask_tokens
+from .template import ChatTemplate, Span
+
+logger = logging.getLogger(__name__)
+
+ASSISTANT_MASKS = ("all", "last", "each")
+COLUMNS = {
+    "input_ids": List(Value("int32")),
+    "loss_mask": List(Value("uint8")),
+    "conversation_id": Value("int64"),
+    "turn": Value("int32"),
+}
+
+# Bump when the same row would give other tokens or another mask, so that cached maps are not reused.
+_TRANSFORM_VERSION = 1
+_CHARACTERS_PER_CALL = 2_000_000
+_ROWS_PER_MAP_CALL = 200
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class TokenizedExample:
+    """One training example.
+
+    Attributes:
+        input_ids: int32, shape (num_tokens,); empty when the example was dropped.
+        loss_mask: uint8, shape (num_tokens,), unshifted; index 0 is 0, because nothing predicts it.
+        conversation_id: Row that the example came from.
+        turn: The only supervised message, or -1 when the example is not one turn of several.
+        outcome: What the length policy did.
+    """
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    conversation_id: int
+    turn: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Draft:
+    """Rendered text waiting to be tokenized; `is_chat` when it came from a template, which writes its own specials."""
+
+    text: str
+    spans: Sequence[Span]
+    row: int
+    turn: int
+    is_chat: bool
+    has_other_turns: bool
+
+
+class ChatTransform:
+    """Tokenize conversations and mark what is learned; pass it to `Dataset.map` with `batched` and `with_indices`.
+
+    It keeps its own copy of the tokenizer's tables, so pickles and map fingerprints depend on the template's text, the
+    tokenizer and the options alone.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        assistant_mask: "all" learns every assistant turn of a row, "last" the last one, "each" makes one example per
+            assistant turn, rendered as the model sees it when that turn is the answer.
+        max_length: Most tokens that an example may have, or None.
+        overlong: What happens to longer examples: "error", "drop", "truncate_left" (the end is kept) or
+            "truncate_right".
+        chat_template: Template text to use in place of the tokenizer's own.
+
+    Raises:
+        ConfigError: If an argument has a value that is not allowed, or the template's generation tags are wrong.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        assistant_mask: str = "all",
+        max_length: int | None = None,
+        overlong: str = "error",
+        chat_template: str | None = None,
+    ) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ConfigError(
+                f"a fast tokenizer (one that reports character offsets) is needed, got {type(tokenizer).__name__}"
+            )
+        if assistant_mask not in ASSISTANT_MASKS:
+            raise ConfigError(f"assistant_mask must be one of {ASSISTANT_MASKS}, got {assistant_mask!r}")
+        template = chat_template if chat_template is not None else tokenizer.chat_template
+        if isinstance(template, dict):
+            raise ConfigError(
+                f"tokenizer {tokenizer.name_or_path!r} has several chat templates ({', '.join(template)}); "
+                f"pass the text of one as chat_template="
+            )
+        specials = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        self.__setstate__(
+            {
+                "version": _TRANSFORM_VERSION,
+                "tokenizer": backend.to_str(),
+                "tokenizer_name": tokenizer.name_or_path or type(tokenizer).__name__,
+                "special_tokens": specials,
+                "chat_template": template,
+                "assistant_mask": assistant_mask,
+                "max_length": max_length,
+                "overlong": overlong,
+            }
+        )
+        if self._template is not None and (remark := self._template.verify_tags()):
+            logger.warning(remark)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._options = {key: value for key, value in state.items() if key != "tokenizer"}
+        self._backend = Tokenizer.from_str(state["tokenizer"])
+        # Truncation and padding are traces of earlier calls of the tokenizer, not part of it.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._name = repr(state["tokenizer_name"])
+        self._assistant_mask = state["assistant_mask"]
+        self._lengths = LengthPolicy(max_length=state["max_length"], overlong=state["overlong"])
+        eos = state["special_tokens"].get("eos_token")
+        self._eos_id = None if eos is None else self._backend.token_to_id(eos)
+        self._template = None
+        if state["chat_template"] is not None:
+            added = self._backend.get_added_tokens_decoder().values()
+            self._template = ChatTemplate(
+                state["chat_template"],
+                special_tokens=state["special_tokens"],
+                end_tokens=[token.content for token in added if token.special],
+                name=self._name,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self._options, "tokenizer": self._backend.to_str()}
+
+    def __call__(
+        self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], *, report_outcomes: bool = False
+    ) -> dict[str, list[Any]]:
+        """Transform a batch of rows; "each" gives more rows than it takes, "drop" fewer.
+
+        Args:
+            batch: Column name -> values.
+            indices: Position of each row in the dataset.
+            report_outcomes: Whether to add a column `outcome` and keep dropped examples, with no tokens, so that the
+                caller can count them. Otherwise the counts are logged.
+
+        Returns:
+            The columns `input_ids`, `loss_mask`, `conversation_id`, `turn`.
+
+        Raises:
+            DataError: If a row cannot be learned as it stands; names row and turn.
+        """
+        format_name = recognise_format(batch.keys())
+        names = [name for group in FORMATS[format_name] for name in group if name in batch]
+        columns = [batch[name] for name in names]
+        rows = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
+        examples = list(self.tokenize(rows, indices, format_name=format_name))
+        if not report_outcomes:
+            log_outcomes([example.outcome for example in examples])
+            examples = [example for example in examples if example.outcome < Outcome.DROPPED]
+        result: dict[str, list[Any]] = {name: [getattr(example, name) for example in examples] for name in COLUMNS}
+        if report_outcomes:
+            result["outcome"] = [int(example.outcome) for example in examples]
+        return result
+
+    def tokenize(
+        self, rows: Iterable[Mapping[str, Any]], indices: Iterable[int], *, format_name: str
+    ) -> Iterator[TokenizedExample]:
+        """Yield the examples of some rows, in order; dropped ones without tokens.
+
+        Args:
+            rows: Rows as dicts.
+            indices: Position of each row in the dataset.
+            format_name: A key of `FORMATS`.
+
+        Yields:
+            One example per row, or per assistant turn.
+
+        Raises:
+            DataError: If a row cannot be learned as it stands; names row and turn.
+        """
+        waiting: list[_Draft] = []
+        num_characters = 0
+        for row, index in zip(rows, indices, strict=True):
+            parsed = read_row(format_name, row, index)
+            if isinstance(parsed, ReadyTokens):
+                yield self._finish(
+                    parsed.input_ids, parsed.loss_mask, parsed.conversation_id, parsed.turn, f"row {index}"
+                )
+                continue
+            for draft in self._drafts(parsed, index):
+                waiting.append(draft)
+                num_characters += len(draft.text)
+                if num_characters > _CHARACTERS_PER_CALL:
+                    yield from self._tokenize_drafts(waiting)
+                    waiting, num_characters = [], 0
+        yield from self._tokenize_drafts(waiting)
+
+    def _drafts(self, parsed: Conversation | TextPair, row: int) -> Iterator[_Draft]:
+        """Yield the rendered examples of one row."""
+        if isinstance(parsed, TextPair):
+            text = parsed.prompt + parsed.completion
+            span = (len(parsed.prompt), len(text))
+            yield _Draft(text=text, spans=[span], row=row, turn=-1, is_chat=False, has_other_turns=bool(parsed.prompt))
+            return
+        if self._template is None:
+            raise ConfigError(
+                f"tokenizer {self._name} has no chat template; pass chat_template= or set the tokenizer's"
+            )
+        turns = self._learned_turns(parsed, row)
+        has_other_turns = any(message["role"] != "assistant" for message in parsed.messages)
+        if self._assistant_mask == "each":
+            for turn in turns:
+                text, spans = self._template.turn_spans(parsed, turn, row)
+                yield _Draft(text=text, spans=spans, row=row, turn=turn, is_chat=True, has_other_turns=turn > 0)
+        else:
+            text, by_turn = self._template.conversation_spans(parsed, turns, row)
+            spans = [span for turn in turns for span in by_turn[turn]]
+            yield _Draft(text=text, spans=spans, row=row, turn=-1, is_chat=True, has_other_turns=has_other_turns)
+
+    def _learned_turns(self, conversation: Conversation, row: int) -> Sequence[int]:
+        turns = conversation.trained_turns
+        if self._assistant_mask == "last":
+            assistants = [
+                index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"
+            ]
+            turns = tuple(turn for turn in turns if turn == assistants[-1])
+        if not turns:
+            raise DataError(
+                f"row {row}: no assistant turn is left to learn (assistant_mask={self._assistant_mask!r}, and turns "
+                f"with train: false or weight: 0 are not learned); remove the row or change its flags"
+            )
+        return turns
+
+    def _tokenize_drafts(self, drafts: Sequence[_Draft]) -> Iterator[TokenizedExample]:
+        if not drafts:
+            return
+        # One dataset has one format, so drafts of one call all come from a template or all from plain text.
+        texts = [draft.text for draft in drafts]
+        encodings = self._backend.encode_batch(texts, add_special_tokens=not drafts[0].is_chat)
+        for draft, encoding in zip(drafts, encodings, strict=True):
+            ids = np.array(encoding.ids, dtype=np.int32)
+            mask = mask_tokens(draft.text, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), draft.spans)
+            where = f"row {draft.row}" if draft.turn < 0 else f"row {draft.row}, turn {draft.turn}"
+            if not draft.is_chat:
+                ids, mask = self._end_text(ids, mask)
+            if draft.has_other_turns and len(mask) > 1 and mask[1:].all():
+                raise DataError(f"{where}: every token would be learned although there are other turns; check the tags")
+            yield self._finish(ids, mask, draft.row, draft.turn, where)
+
+    def _end_text(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Make plain text end with a learned end-of-text token, if the tokenizer has one."""
+        if self._eos_id is not None:
+            if not len(ids) or ids[-1] != self._eos_id:
+                ids = np.append(ids, np.int32(self._eos_id))
+                mask = np.append(mask, np.uint8(0))
+            mask[-1] = 1
+        return ids, mask
+
+    def _finish(
+        self, ids: np.ndarray, mask: np.ndarray, conversation_id: int, turn: int, where: str
+    ) -> TokenizedExample:
+        ids, mask, outcome = self._lengths.apply(ids, mask, where)
+        return TokenizedExample(
+            input_ids=ids, loss_mask=mask, conversation_id=conversation_id, turn=turn, outcome=outcome
+        )
+
+
+def prepare_dataset(
+    dataset: Dataset | Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    assistant_mask: str = "all",
+    max_length: int | None = None,
+    overlong: str = "error",
+    num_proc: int | None = None,
+) -> Dataset:
+    """Tokenize a dataset of any known format, with a log of what the length policy did.
+
+    Args:
+        dataset: A `datasets.Dataset`, or rows as a list of dicts (kept in memory, one process).
+        tokenizer: See `ChatTransform`.
+        assistant_mask: See `ChatTransform`.
+        max_length: See `ChatTransform`.
+        overlong: See `ChatTransform`.
+        num_proc: Processes that map a `Dataset`.
+
+    Returns:
+        Columns `input_ids`, `loss_mask`, `conversation_id` and `turn`, as numpy int32.
+
+    Raises:
+        ConfigError: If the dataset is of a kind that cannot be used here.
+        DataError: If a row cannot be learned, or no row is left.
+    """
+    transform = ChatTransform(
+        tokenizer,
+        assistant_mask=assistant_mask,
+        max_length=max_length,
+        overlong=overlong,
+    )
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError("an IterableDataset cannot be trained on yet; load a datasets.Dataset (streaming=False)")
+    features = Features({**COLUMNS, "outcome": Value("int8")})
+    if isinstance(dataset, Dataset):
+        if len(dataset) == 0:
+            raise DataError("the dataset has no rows")
+        # Formats such as "torch" would hand over tensors; a lazy transform (type "custom") makes the rows: keep it.
+        plain = dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
+        mapped = plain.map(
+            transform,
+            batched=True,
+            batch_size=_ROWS_PER_MAP_CALL,
+            with_indices=True,
+            fn_kwargs={"report_outcomes": True},
+            remove_columns=dataset.column_names,
+            features=features,
+            num_proc=num_proc,
+            desc="Tokenizing",
+        )
+    else:
+        mapped = Dataset.from_dict(_transform_rows(transform, dataset), features=features)
+    outcomes = mapped.with_format("numpy")["outcome"][:]
+    log_outcomes(outcomes)
+    kept = np.flatnonzero(outcomes < Outcome.DROPPED)
+    if not len(kept):
+        raise DataError(
+            f"no usable example is left of {len(outcomes)}: all were longer than max_length={max_length}, or lost "
+            f"every token to learn when cut; raise max_length"
+        )
+    if len(kept) < len(outcomes):
+        mapped = mapped.select(kept)
+    return mapped.remove_columns("outcome").with_format("numpy", dtype=np.int32)
+
+
+def _transform_rows(transform: ChatTransform, rows: Any) -> dict[str, list[Any]]:
+    """Transform a list of dicts without the columnar store, which cannot hold arguments of mixed types."""
+    if (
+        not isinstance(rows, Sequence)
+        or isinstance(rows, (str, bytes))
+        or not all(isinstance(r, Mapping) for r in rows)
+    ):
+        raise ConfigError(
+            f"train_dataset must be a datasets.Dataset or a list of dicts, got {type(rows).__name__}; of a DatasetDict "
+            f'pass one split, such as dataset["train"]'
+        )
+    if not rows:
+        raise DataError("the dataset has no rows")
+    columns = set().union(*rows)
+    format_name = recognise_format(columns)
+    for index, row in enumerate(rows):
+        if missing := [name for name in FORMATS[format_name][0] if name not in row]:
+            raise DataError(f"row {index} has no {' and no '.join(missing)}, which the other rows have")
+    examples = list(transform.tokenize(rows, range(len(rows)), format_name=format_name))
+    result: dict[str, list[Any]] = {name: [getattr(example, name) for example in examples] for name in COLUMNS}
+    return {**result, "outcome": [int(example.outcome) for example in examples]}

@@ -1,0 +1,339 @@
+"""Recognise a dataset's columns and turn a row into one plain form: a conversation, a text pair or ready tokens.
+
+What leaves here is normalised: no null fillers, content is a string, tool arguments are dicts, training flags are
+separate from the messages. Nothing here renders a template or tokenises.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..batch import IGNORE_LABEL
+from ..errors import DataError
+
+# Format -> (columns that define it, columns that may accompany it).
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "messages": (("messages",), ("tools",)),
+    "prompt/completion": (("prompt", "completion"), ("tools",)),
+    "ShareGPT": (("conversations",), ("tools",)),
+    "text": (("text",), ()),
+    "tokens with labels": (("input_ids", "labels"), ("attention_mask", "conversation_id", "turn")),
+    "tokens with a loss mask": (("input_ids", "loss_mask"), ("attention_mask", "conversation_id", "turn")),
+}
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """One row as messages.
+
+    Attributes:
+        messages: Role, string content and whatever else the template may read, in order.
+        tools: JSON schemas offered to the assistant, or None.
+        trained_turns: Indices of the assistant messages that may be learned, ascending.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    trained_turns: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPair:
+    """One row as text without turns: `completion` is learned, `prompt` is not."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class ReadyTokens:
+    """One row that was tokenized before.
+
+    Attributes:
+        input_ids: int32, shape (num_tokens,).
+        loss_mask: uint8, shape (num_tokens,), unshifted.
+        conversation_id: Conversation that the row came from.
+        turn: The only supervised message, or -1.
+    """
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    conversation_id: int
+    turn: int
+
+
+def recognise_format(columns: Iterable[str]) -> str:
+    """Return the key of `FORMATS` that a dataset's columns fit.
+
+    Args:
+        columns: Column names of the dataset; columns that belong to no format are ignored.
+
+    Returns:
+        A key of `FORMATS`.
+
+    Raises:
+        DataError: If no format fits, or more than one does.
+
+    Example:
+        >>> recognise_format(["id", "messages", "tools"])
+        'messages'
+    """
+    present = set(columns)
+    found = [name for name, (required, _) in FORMATS.items() if present.issuperset(required)]
+    if len(found) == 1:
+        return found[0]
+    known = "; ".join(f"{name}: {' + '.join(required)}" for name, (required, _) in FORMATS.items())
+    problem = "fit no known format" if not found else f"fit several formats ({', '.join(found)}); keep one of them"
+    raise DataError(f"columns {sorted(present)} {problem}. Formats: {known}")
+
+
+def read_row(format_name: str, row: Mapping[str, Any], row_index: int) -> Conversation | TextPair | ReadyTokens:
+    """Return a row in the one form that its format leads to.
+
+    Args:
+        format_name: A key of `FORMATS`.
+        row: Column name -> value.
+        row_index: Position of the row in the dataset, for error messages and as conversation id.
+
+    Returns:
+        The normalised row.
+
+    Raises:
+        DataError: If the row is malformed; names row and turn.
+    """
+    if format_name == "messages":
+        return _read_conversation(row["messages"], row.get("tools"), row_index)
+    if format_name == "ShareGPT":
+        return _read_conversation(_from_sharegpt(row["conversations"], row_index), row.get("tools"), row_index)
+    if format_name == "prompt/completion":
+        return _read_prompt_completion(row, row_index)
+    if format_name == "text":
+        return TextPair(prompt="", completion=_require_text(row["text"], "text", row_index))
+    return _read_tokens(row, row_index)
+
+
+def drop_nulls(value: Any) -> Any:
+    """Remove null-valued dict keys at every depth; columnar stores add them to give all rows the same keys.
+
+    Example:
+        >>> drop_nulls({"a": None, "b": [{"c": None, "d": 1}, None]})
+        {'b': [{'d': 1}, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [drop_nulls(item) for item in value]
+    return value
+
+
+def _read_conversation(messages: Any, tools: Any, row_index: int, num_context: int = 0) -> Conversation:
+    """Return a normalised conversation; its first `num_context` messages are never learned."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise DataError(f"row {row_index}: messages must be a non-empty list of dicts, got {_brief(messages)}")
+    clean, trained = [], []
+    for turn, raw in enumerate(messages):
+        message, is_trained = _read_message(raw, row_index, turn)
+        clean.append(message)
+        if is_trained and turn >= num_context:
+            trained.append(turn)
+    return Conversation(messages=clean, tools=_read_tools(tools, row_index), trained_turns=tuple(trained))
+
+
+def _read_message(raw: Any, row_index: int, turn: int) -> tuple[dict[str, Any], bool]:
+    """Return the message as a template should see it, and whether its text is to be learned."""
+    where = f"row {row_index}, turn {turn}"
+    if not isinstance(raw, Mapping):
+        raise DataError(f"{where}: a message must be a dict with role and content, got {_brief(raw)}")
+    message = drop_nulls(raw)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise DataError(f"{where}: a message needs a role (system, user, assistant, tool), got {_brief(role)}")
+    is_assistant = role == "assistant"
+    message["content"] = _read_content(message.get("content", "" if is_assistant else None), where)
+    if "tool_calls" in message:
+        calls = [_read_tool_call(call, where) for call in message.pop("tool_calls")]
+        if calls:
+            message["tool_calls"] = calls
+    return message, _pop_training_flag(message, is_assistant, where)
+
+
+def _read_content(content: Any, where: str) -> str:
+    """Return content as one string; a list of text parts is joined, because many templates skip lists in silence."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = []
+        for part in content:
+            text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+            if kind != "text" or not isinstance(text, str):
+                raise DataError(f"{where}: only text parts can be learned, got a part {_brief(part)}")
+            parts.append(text)
+        return "".join(parts)
+    raise DataError(f"{where}: content must be a string or a list of text parts, got {_brief(content)}")
+
+
+def _read_tool_call(raw: Any, where: str) -> dict[str, Any]:
+    """Return a tool call whose arguments are a dict, in the shape (flat or under `function`) in which it came."""
+    if not isinstance(raw, Mapping):
+        raise DataError(f"{where}: a tool call must be a dict, got {_brief(raw)}")
+    call = dict(raw)
+    if "function" in call:
+        call["function"] = _read_tool_call(call["function"], where)
+        return call
+    if not isinstance(call.get("name"), str) or not call["name"]:
+        raise DataError(f"{where}: a tool call needs a name, got {_brief(raw)}")
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: the arguments of tool call {call['name']!r} are broken JSON: {error}") from error
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{where}: the arguments of tool call {call['name']!r} must be a dict, got {_brief(arguments)}")
+    call["arguments"] = arguments
+    return call
+
+
+def _pop_training_flag(message: dict[str, Any], is_assistant: bool, where: str) -> bool:
+    """Take `train` and `weight` out of a message and return whether it is learned."""
+    flags = set()
+    for key in ("train", "weight"):
+        if key in message:
+            value = message.pop(key)
+            if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+                raise DataError(f"{where}: {key} must be 0 or 1 (false or true), got {_brief(value)}")
+            flags.add(bool(value))
+    if len(flags) > 1:
+        raise DataError(f"{where}: train and weight contradict each other; keep one of them")
+    if not is_assistant and True in flags:
+        raise DataError(f"{where}: only assistant turns can be learned, but this {message['role']} turn asks for it")
+    return is_assistant and False not in flags
+
+
+def _read_tools(tools: Any, row_index: int) -> list[dict[str, Any]] | None:
+    """Return tool schemas from a list of dicts, a list of JSON strings or one JSON string; None when there are none."""
+    if isinstance(tools, str):
+        tools = _parse_json(tools, row_index) if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise DataError(f"row {row_index}: tools must be a list of JSON schemas, got {_brief(tools)}")
+    schemas = [_parse_json(tool, row_index) if isinstance(tool, str) else drop_nulls(tool) for tool in tools]
+    for schema in schemas:
+        if not isinstance(schema, dict) or not isinstance(schema.get("function", schema), dict):
+            raise DataError(f"row {row_index}: a tool must be a JSON schema (a dict), got {_brief(schema)}")
+    return schemas
+
+
+def _parse_json(text: str, row_index: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"row {row_index}: tools are broken JSON: {error}") from error
+
+
+def _from_sharegpt(turns: Any, row_index: int) -> Any:
+    """Return `from`/`value` turns as messages; turns that already have role and content pass through."""
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        return turns
+    messages = []
+    for turn, raw in enumerate(turns):
+        if not isinstance(raw, Mapping) or raw.get("from") is None:
+            messages.append(raw)
+            continue
+        role = _SHAREGPT_ROLES.get(raw["from"])
+        if role is None:
+            known = ", ".join(_SHAREGPT_ROLES)
+            raise DataError(f"row {row_index}, turn {turn}: unknown speaker {_brief(raw['from'])}; known: {known}")
+        rest = {key: value for key, value in raw.items() if key not in ("from", "value")}
+        messages.append({**rest, "role": role, "content": raw.get("value")})
+    return messages
+
+
+def _read_prompt_completion(row: Mapping[str, Any], row_index: int) -> Conversation | TextPair:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _read_conversation(prompt + completion, row.get("tools"), row_index, num_context=len(prompt))
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if row.get("tools"):
+            raise DataError(f"row {row_index}: tools need prompt and completion to be lists of messages, not text")
+        return TextPair(prompt=prompt, completion=_require_text(completion, "completion", row_index))
+    kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
+    raise DataError(f"row {row_index}: prompt and completion must both be text or both lists of messages, got {kinds}")
+
+
+def _require_text(value: Any, column: str, row_index: int) -> str:
+    if not isinstance(value, str) or not value:
+        raise DataError(f"row {row_index}: {column} must be non-empty text, got {_brief(value)}")
+    return value
+
+
+def _read_tokens(row: Mapping[str, Any], row_index: int) -> ReadyTokens:
+    """Return ready tokens without their padding, and labels as a loss mask."""
+    ids = _integers(row["input_ids"], "input_ids", row_index)
+    column = "labels" if "labels" in row else "loss_mask"
+    targets = _integers(row[column], column, row_index)
+    attention = row.get("attention_mask")
+    attended = np.ones_like(ids) if attention is None else _integers(attention, "attention_mask", row_index)
+    if not len(ids) == len(targets) == len(attended):
+        raise DataError(f"row {row_index}: input_ids, {column} and attention_mask differ in length")
+    length = int(np.count_nonzero(attended))
+    if not (attended[:length] == 1).all():
+        raise DataError(f"row {row_index}: attention_mask must be a run of ones from index 0 (pad on the right)")
+    if length == 0 or ids[:length].min() < 0:
+        raise DataError(f"row {row_index}: input_ids must be one or more token ids, none negative")
+    if column == "labels":
+        is_target = targets != IGNORE_LABEL
+        wrong = np.flatnonzero(is_target & (targets != ids))
+        if wrong.size:
+            at = int(wrong[0])
+            raise DataError(
+                f"row {row_index}: label {targets[at]} at index {at} is neither {IGNORE_LABEL} nor the token there "
+                f"({ids[at]}); labels are unshifted, one per token"
+            )
+    else:
+        is_target = targets == 1
+        if not np.isin(targets, (0, 1)).all():
+            raise DataError(f"row {row_index}: loss_mask may hold only 0 and 1")
+    if is_target[length:].any():
+        raise DataError(f"row {row_index}: {column} asks for padding to be learned, after index {length}")
+    return ReadyTokens(
+        input_ids=ids[:length].astype(np.int32),
+        loss_mask=is_target[:length].astype(np.uint8),
+        conversation_id=_optional_int(row.get("conversation_id"), row_index),
+        turn=_optional_int(row.get("turn"), -1),
+    )
+
+
+def _optional_int(value: Any, default: int) -> int:
+    return default if value is None else int(value)
+
+
+def _integers(value: Any, column: str, row_index: int) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"row {row_index}: {column} must be a flat list of integers") from error
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+        raise DataError(f"row {row_index}: {column} must be a flat list of integers, got {_brief(value)}")
+    return array.astype(np.int64)
+
+
+def _brief(value: Any) -> str:
+    """Return a value for an error message, cut to a readable length."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
