@@ -5,6 +5,9 @@ layer (`_preprocess`) and what is made of the last hidden state (`_postprocess`)
 0.16.1 and 0.19.2.
 """
 
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,7 +125,7 @@ def transformer_config(
     return result
 
 
-def _normal(std: float):
+def _normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
     def initialize(tensor: torch.Tensor) -> torch.Tensor:
         return torch.nn.init.normal_(tensor, mean=0.0, std=std)
 
@@ -161,7 +164,7 @@ def build_model(
     spec = get_gpt_layer_local_spec(qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = TreeAttention
     frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
-    with host_device():
+    with host_device(), _without_deprecation_notice():
         model = TreeGPTModel(
             config=megatron_config,
             transformer_layer_spec=spec,
@@ -186,6 +189,18 @@ def build_model(
             num_parts=layout.tensor_size,
         )
     return model
+
+
+@contextlib.contextmanager
+def _without_deprecation_notice() -> Iterator[None]:
+    # megatron-core 0.19 logs that HybridModel replaces GPTModel; attention models need GPTModel until 0.16 is dropped.
+    logger = logging.getLogger(GPTModel.__module__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _add_biases(model: torch.nn.Module, names: set[str], dtype: torch.dtype) -> None:

@@ -1,0 +1,79 @@
+"""Every Megatron-Core symbol that the package touches, checked against the installed version."""
+
+import inspect
+
+import pytest
+
+import hf_megapack.megatron  # noqa: F401 (quiet first import)
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.tensor_parallel import random as mcore_random
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SIGNATURES = [
+    (GPTModel.__init__, "config transformer_layer_spec vocab_size max_sequence_length position_embedding_type"),
+    (GPTModel.__init__, "share_embeddings_and_output_weights"),
+    (GPTModel.forward, "input_ids position_ids attention_mask packed_seq_params"),
+    (GPTModel._preprocess, "input_ids position_ids decoder_input inference_context packed_seq_params padding_mask"),
+    (GPTModel._postprocess, "hidden_states packed_seq_params"),
+    (GPTModel.shared_embedding_or_output_weight, ""),
+    (get_forward_backward_func, ""),
+    (schedules.forward_backward_no_pipelining, "forward_step_func data_iterator model num_microbatches seq_length"),
+    (schedules.forward_backward_no_pipelining, "micro_batch_size forward_only"),
+    (DotProductAttention.__init__, "config layer_number attn_mask_type attention_type softmax_scale"),
+    (DotProductAttention.forward, "query key value attention_mask attn_mask_type packed_seq_params"),
+    (PackedSeqParams.__init__, "qkv_format max_seqlen_q max_seqlen_kv"),
+    (parallel_state.initialize_model_parallel, ""),
+    (parallel_state.model_parallel_is_initialized, ""),
+    (parallel_state.get_tensor_model_parallel_rank, ""),
+    (parallel_state.get_tensor_model_parallel_world_size, ""),
+    (parallel_state.get_data_parallel_rank, ""),
+    (parallel_state.get_data_parallel_world_size, ""),
+    (parallel_state.get_data_parallel_group, ""),
+    (mcore_random._get_cuda_rng_state, ""),
+    (mcore_random._set_cuda_rng_state, "new_state"),
+    (mcore_random.model_parallel_cuda_manual_seed, "seed"),
+]
+CONFIG_FIELDS = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+    "layernorm_epsilon qk_layernorm gated_linear_unit activation_func add_bias_linear attention_dropout hidden_dropout "
+    "softmax_scale params_dtype pipeline_dtype bf16 use_cpu_initialization perform_initialization init_method "
+    "output_layer_init_method calculate_per_token_loss gradient_accumulation_fusion bias_activation_fusion "
+    "bias_dropout_fusion masked_softmax_fusion recompute_granularity recompute_method recompute_num_layers"
+)
+
+
+@pytest.mark.parametrize(("function", "names"), SIGNATURES, ids=lambda x: getattr(x, "__qualname__", None))
+def test_function_takes_the_arguments_that_we_pass(function, names):
+    assert set(names.split()) <= set(inspect.signature(function).parameters)
+
+
+def test_config_has_the_fields_that_we_set():
+    assert set(CONFIG_FIELDS.split()) <= set(inspect.signature(TransformerConfig).parameters)
+
+
+def test_preprocess_returns_hidden_states_then_rotary_angles():
+    """`TreeGPTModel._preprocess` replaces the second of what this method returns."""
+    source = inspect.getsource(GPTModel._preprocess)
+    names = source[source.index("preproc_output = (") :].split(")")[0]
+    assert [name.strip() for name in names.split("(")[1].split(",")[:2]] == ["decoder_input", "rotary_pos_emb"]
+
+
+def test_forward_hands_the_row_to_preprocess_decoder_and_postprocess():
+    source = inspect.getsource(GPTModel.forward)
+    assert source.count("packed_seq_params=packed_seq_params") == 3
+
+
+def test_local_spec_builds_from_the_modules_that_we_adapt():
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    attention = spec.submodules.self_attention
+    assert attention.module is SelfAttention
+    assert attention.submodules.linear_qkv is ColumnParallelLinear
+    assert attention.submodules.linear_proj is RowParallelLinear
+    assert hasattr(attention.submodules, "core_attention")

@@ -1,0 +1,37 @@
+"""Rotary frequencies against transformers' own modules."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hf_megapack.errors import ConfigError
+from hf_megapack.megatron.rotary import rotary_angles, rotary_frequencies
+from tests.helpers.reference_model import CONFIGS
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied_bias_yarn", "llama_mlp_bias_linear", "qwen3"])
+def test_cosine_and_sine_equal_those_of_transformers(name):
+    config = CONFIGS[name]()
+    frequencies, factor = rotary_frequencies(config, config.head_dim)
+    positions = torch.tensor([0, 1, 2, 700, 3, 16383])
+    angles = rotary_angles(positions, frequencies)
+    cosine, sine = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    assert angles.shape == (6, 1, 1, config.head_dim)
+    assert torch.equal(angles.cos()[:, 0, 0] * factor, cosine[0])
+    assert torch.equal(angles.sin()[:, 0, 0] * factor, sine[0])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "length of each sequence"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}, "length of each sequence"),
+        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "rotates 8 of 16"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(parameters, message):
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4)
+    config.rope_parameters = {"rope_theta": 10000.0, **parameters}
+    with pytest.raises(ConfigError, match=message):
+        rotary_frequencies(config, 16)
