@@ -1,0 +1,357 @@
+"""Read peft's LoraConfig: which linear modules get an adapter, of which rank and scale, and how its factors begin.
+
+Selection is decided by peft's own matching functions, so a config means here what it means in `peft.get_peft_model`. A
+config that asks for anything this package does not do is refused by name. This module reads names only: it needs no
+model, no weights and no Megatron.
+"""
+
+import copy
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.other import get_pattern_key
+
+from hf_megapack.errors import ConfigError
+
+_HONOURED = (
+    "task_type",
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "init_lora_weights",
+)
+_IRRELEVANT = (
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "inference_mode",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+)
+_NO_VARIANT = "only plain LoRA is trained here; leave it at its default"
+_REFUSED = {
+    "revision": "save that revision of the base model to a folder and pass the folder as model",
+    "lora_dropout": "shared prefixes are computed once, so dropout cannot differ between examples; set lora_dropout=0",
+    "fan_in_fan_out": "the targets are linear layers, whose weight is (out, in); leave it False",
+    "bias": 'base weights, biases included, stay frozen; set bias="none"',
+    "modules_to_save": "only LoRA factors are trained; leave it None",
+    "megatron_config": "parallel sizes are fields of MegaPackConfig; leave it None",
+    "trainable_token_indices": "embeddings stay frozen; leave it None",
+    "loftq_config": "it replaces the base weights; leave it empty",
+    "eva_config": "it needs a pass over the data before training; leave it None",
+    "corda_config": "it replaces the base weights; leave it None",
+    "lora_ga_config": "it replaces the base weights; leave it None",
+    "layer_replication": "the layers are those of the base model; leave it None",
+    "lora_bias": "adapters have no bias; leave it False",
+    "target_parameters": "adapters sit on linear modules; name those in target_modules",
+    "ensure_weight_tying": "lm_head and embed_tokens cannot be targets, so there is nothing to tie; leave it False",
+    "use_dora": _NO_VARIANT,
+    "velora_config": _NO_VARIANT,
+    "alora_invocation_tokens": _NO_VARIANT,
+    "use_qalora": _NO_VARIANT,
+    "monteclora_config": _NO_VARIANT,
+    "use_bdlora": _NO_VARIANT,
+    "arrow_config": _NO_VARIANT,
+    "kasa_config": _NO_VARIANT,
+}
+
+LORA_FIELDS: dict[str, Literal["honoured", "refused", "irrelevant"]] = {
+    **dict.fromkeys(_HONOURED, "honoured"),
+    **dict.fromkeys(_REFUSED, "refused"),
+    **dict.fromkeys(_IRRELEVANT, "irrelevant"),
+}
+"""What becomes of each field of LoraConfig. A refused field may keep its default; an irrelevant one changes nothing."""
+
+_NEVER_ADAPTED = {
+    **dict.fromkeys(("lm_head", "embed_out"), "the output head"),
+    **dict.fromkeys(("embed_tokens", "embeddings", "wte"), "the embedding"),
+    **dict.fromkeys(("gate", "router", "shared_expert_gate"), "a router"),
+}
+# Targets reach these in peft although the caller may list linear modules only, or a tied head not at all.
+_ALWAYS_PROBED = ("lm_head", "model.embed_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """The adapter of one linear module.
+
+    Attributes:
+        rank: Rows of A and columns of B.
+        alpha: Numerator of the scale, as configured.
+        scaling: Factor on B A x: alpha / rank, or alpha / sqrt(rank) with use_rslora.
+    """
+
+    rank: int
+    alpha: float
+    scaling: float
+
+
+def refused_fields(peft_config: LoraConfig) -> dict[str, str]:
+    """Return each field that is set to something not honoured, with what to do about it.
+
+    Args:
+        peft_config: The config to look at.
+
+    Returns:
+        Field name to advice; empty when every field is honoured, irrelevant or at its default.
+    """
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(peft_config):
+        value = getattr(peft_config, field.name)
+        unknown = field.name not in LORA_FIELDS
+        # Every refusable field of LoraConfig is off when falsy; an empty list asks for nothing either.
+        if (field.name in _REFUSED or unknown) and value and value != field.default:
+            found[field.name] = (
+                "this version of hf_megapack does not know the field" if unknown else _REFUSED[field.name]
+            )
+    init = peft_config.init_lora_weights
+    if not isinstance(init, bool) and str(init).lower() != "gaussian":
+        found["init_lora_weights"] = 'it needs the base weights or replaces them; use True, False or "gaussian"'
+    if peft_config.task_type not in (None, "CAUSAL_LM"):
+        found["task_type"] = 'only causal language models are trained; use "CAUSAL_LM" or leave it None'
+    return found
+
+
+def check_lora_config(peft_config: LoraConfig) -> None:
+    """Refuse a config that would train something else than it says, as far as that shows without a model.
+
+    Args:
+        peft_config: What the user gave as `peft_config`.
+
+    Raises:
+        ConfigError: If it is not peft's LoraConfig, sets a refused field, names lm_head or embed_tokens as target, or
+            has a rank, an alpha or a regular expression that cannot be used.
+    """
+    if type(peft_config) is not LoraConfig:
+        raise ConfigError(f"peft_config must be a peft.LoraConfig, got {type(peft_config).__name__}.")
+    refused = refused_fields(peft_config)
+    if refused:
+        listed = "; ".join(f"{name}={getattr(peft_config, name)!r} ({why})" for name, why in refused.items())
+        raise ConfigError(f"LoraConfig sets what is not honoured here: {listed}.")
+    ranks = {"r": peft_config.r, **_prefixed("rank_pattern", peft_config.rank_pattern)}
+    for where, rank in ranks.items():
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise ConfigError(f"LoraConfig.{where} must be a positive integer, got {rank!r}.")
+    alphas = {"lora_alpha": peft_config.lora_alpha, **_prefixed("alpha_pattern", peft_config.alpha_pattern)}
+    for where, alpha in alphas.items():
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
+            raise ConfigError(f"LoraConfig.{where} must be a finite number other than 0, got {alpha!r}.")
+    for where in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+        _check_patterns(where, getattr(peft_config, where))
+    targets = peft_config.target_modules
+    for target in () if targets is None or isinstance(targets, str) else targets:
+        if target.rpartition(".")[2] in _NEVER_ADAPTED:
+            raise ConfigError(_never_message(target))
+
+
+def resolve_lora(
+    peft_config: LoraConfig, linear_names: Sequence[str], *, model_type: str | None = None
+) -> dict[str, LoraSpec]:
+    """Decide which linear modules get an adapter, as `peft.get_peft_model` would on the same model.
+
+    It is stricter than peft in three places where a config silently does less than it says: every entry of
+    `target_modules` and every key of `rank_pattern` and `alpha_pattern` must match a module, and
+    `layers_to_transform` cannot be combined with a full module path, which peft does not filter. As in peft,
+    `exclude_modules` that excludes nothing is only a warning.
+
+    Args:
+        peft_config: peft's LoraConfig with Hugging Face target names.
+        linear_names: Hugging Face paths of all linear modules of the whole model (not of one pipeline stage), the
+            output head included.
+        model_type: `config.model_type` of the model; only needed to look up peft's default targets for
+            `target_modules=None`.
+
+    Returns:
+        Module path to its adapter, in the order of `linear_names`; never empty.
+
+    Raises:
+        ConfigError: If `check_lora_config` refuses the config, a target is missing or matches nothing, or a target
+            is the output head, an embedding, a router or a module that is not linear.
+
+    Example:
+        >>> names = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "lm_head"]
+        >>> resolve_lora(LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]), names)
+        {'model.layers.0.self_attn.q_proj': LoraSpec(rank=4, alpha=8, scaling=2.0)}
+    """
+    check_lora_config(peft_config)
+    config = copy.copy(peft_config)
+    if config.target_modules is None:
+        config.target_modules = _default_targets(model_type)
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+        config.target_modules = {name for name in linear_names if name.rpartition(".")[2] not in _NEVER_ADAPTED}
+    elif not isinstance(config.target_modules, str):
+        _check_target_entries(config, linear_names)
+    selected = _selected(config, linear_names)
+    for name in [*selected, *_selected(config, _ALWAYS_PROBED)]:
+        if name.rpartition(".")[2] in _NEVER_ADAPTED:
+            raise ConfigError(_never_message(name))
+    containers = _selected(config, sorted(_ancestors(linear_names)))
+    if containers:
+        raise ConfigError(
+            f"target_modules={peft_config.target_modules!r} selects {containers[0]!r}, which is not a linear module; "
+            f"name the linear modules below it."
+        )
+    if not selected:
+        raise ConfigError(
+            f"The LoRA target matches nothing: target_modules={peft_config.target_modules!r}, "
+            f"exclude_modules={peft_config.exclude_modules!r}, layers_to_transform={peft_config.layers_to_transform!r} "
+            f"select none of the {len(linear_names)} linear modules. Names here end in "
+            f"{_last_components(linear_names)}."
+        )
+    for field in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, field) or {}:
+            if not any(pattern_matches(key, name) for name in selected):
+                raise ConfigError(f"LoraConfig.{field} has the key {key!r}, which matches no adapted module.")
+    _warn_if_nothing_is_excluded(config, linear_names)
+    return {name: lora_spec(config, name) for name in selected}
+
+
+def lora_spec(peft_config: LoraConfig, name: str) -> LoraSpec:
+    """Return the adapter that a module gets once it is selected.
+
+    Args:
+        peft_config: Source of r, lora_alpha, their patterns and use_rslora. The first pattern key that matches wins.
+        name: Hugging Face path of the module.
+
+    Returns:
+        Its rank, alpha and scale.
+    """
+    ranks, alphas = peft_config.rank_pattern or {}, peft_config.alpha_pattern or {}
+    rank = ranks.get(get_pattern_key(ranks, name), peft_config.r)
+    alpha = alphas.get(get_pattern_key(alphas, name), peft_config.lora_alpha)
+    return LoraSpec(rank, alpha, alpha / math.sqrt(rank) if peft_config.use_rslora else alpha / rank)
+
+
+def pattern_matches(key: str, name: str) -> bool:
+    """Say whether a key of rank_pattern or alpha_pattern matches a module path, by peft's rule."""
+    # peft answers the path itself when nothing matches, which is a match only if the key is that very path.
+    return get_pattern_key([key], name) == key
+
+
+def initial_lora_weights(
+    spec: LoraSpec,
+    in_features: int,
+    out_features: int,
+    init: bool | str,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the factors of a fresh adapter from the distributions that peft uses.
+
+    Args:
+        spec: The adapter; its rank is used.
+        in_features: Width of the module's input.
+        out_features: Width of the module's output.
+        init: `LoraConfig.init_lora_weights`. True: A uniform in +-1/sqrt(in_features), B zero. "gaussian": A normal
+            with deviation 1/rank, B zero. False: A as with True, B uniform in +-1/sqrt(rank), so that the adapter
+            changes the model from the start.
+        generator: CPU source of randomness; the same state gives the same factors.
+
+    Returns:
+        A, float32, shape (rank, in_features), and B, float32, shape (out_features, rank).
+
+    Raises:
+        ConfigError: If `init` is none of the three.
+
+    Source:
+        `peft.tuners.lora.layer.LoraLayer.reset_lora_parameters`, 0.21.2, and the initialisation of `torch.nn.Linear`.
+    """
+    factor_a = torch.empty(spec.rank, in_features)
+    factor_b = torch.zeros(out_features, spec.rank)
+    if isinstance(init, str) and init.lower() == "gaussian":
+        factor_a.normal_(0.0, 1.0 / spec.rank, generator=generator)
+    elif isinstance(init, bool):
+        torch.nn.init.kaiming_uniform_(factor_a, a=math.sqrt(5), generator=generator)
+        if not init:
+            torch.nn.init.kaiming_uniform_(factor_b, a=math.sqrt(5), generator=generator)
+    else:
+        raise ConfigError(f'init_lora_weights must be True, False or "gaussian", got {init!r}.')
+    return factor_a, factor_b
+
+
+def _selected(config: LoraConfig, names: Iterable[str]) -> list[str]:
+    return [name for name in names if check_target_module_exists(config, name)]
+
+
+def _check_patterns(where: str, value: str | Iterable[str] | None) -> None:
+    for pattern in (value,) if isinstance(value, str) else value or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"LoraConfig.{where} holds {pattern!r}, no regular expression: {error}.") from error
+
+
+def _default_targets(model_type: str | None) -> set[str]:
+    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type or "")
+    if targets is None:
+        raise ConfigError(
+            f"LoraConfig.target_modules is None and peft has no default for model type {model_type!r}; name the "
+            f'targets, or use "all-linear".'
+        )
+    return set(targets)
+
+
+def _check_target_entries(config: LoraConfig, linear_names: Sequence[str]) -> None:
+    layers = config.layers_to_transform
+    filters_layers = layers is not None and layers != []
+    for target in sorted(config.target_modules or ()):
+        if filters_layers and target in linear_names:
+            raise ConfigError(
+                f"target_modules names the full path {target!r}, which layers_to_transform={layers!r} does not filter "
+                f"in peft; use one of the two."
+            )
+        everything = (*linear_names, *_ancestors(linear_names))
+        if not any(name == target or name.endswith(f".{target}") for name in everything):
+            raise ConfigError(
+                f"The LoRA target {target!r} matches nothing; linear modules here end in "
+                f"{_last_components(linear_names)}. Remove or correct the entry."
+            )
+
+
+def _warn_if_nothing_is_excluded(config: LoraConfig, linear_names: Sequence[str]) -> None:
+    excluded = config.exclude_modules
+    if not excluded:
+        return
+    # Excluding follows the rule of targeting without layer filters, so peft's targeting answers the question.
+    probe = LoraConfig(target_modules=excluded)
+    if not _selected(probe, (*linear_names, *_ancestors(linear_names), *_ALWAYS_PROBED)):
+        warnings.warn(f"exclude_modules={excluded!r} excludes nothing.", stacklevel=3)
+
+
+def _ancestors(names: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for name in names:
+        while "." in name:
+            name = name.rpartition(".")[0]
+            found.add(name)
+    return found
+
+
+def _last_components(names: Iterable[str]) -> str:
+    endings = {name.rpartition(".")[2] for name in names}
+    return ", ".join(sorted(endings - _NEVER_ADAPTED.keys()))
+
+
+def _never_message(target: str) -> str:
+    what = _NEVER_ADAPTED[target.rpartition(".")[2]]
+    return f"The LoRA target {target!r} is {what}, which stays frozen; leave it out of target_modules."
+
+
+def _prefixed(field: str, pattern: dict[str, float] | None) -> dict[str, float]:
+    return {f"{field}[{key!r}]": value for key, value in (pattern or {}).items()}
