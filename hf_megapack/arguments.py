@@ -135,18 +135,5 @@ TRL_NAMES: dict[str, str] = {
     "tokenizer": "use processing_class",
 }
 
-# Each reads and writes one element at a time, so a local shard is updated exactly as the whole matrix would be.
+# Values of optim that treat every element alike; guard.py has the classes.
 ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-ELEMENTWISE_CLASSES = (
-    "AdamW",
-    "Adam",
-    "SGD",
-    "Adagrad",
-    "RMSprop",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adadelta",
-    "ASGD",
-    "Rprop",
-)

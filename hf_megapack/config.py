@@ -16,7 +16,6 @@ from transformers import TrainingArguments
 from hf_megapack.arguments import ELEMENTWISE_OPTIMIZERS, TRAINING_ARGUMENTS, TRL_NAMES
 from hf_megapack.errors import ConfigError
 
-
 _MINIMUM = {
     "max_length": 2,
     "dataset_num_proc": 1,

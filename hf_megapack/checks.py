@@ -1,0 +1,135 @@
+"""What MegaPackTrainer checks about its arguments before any data is read or any weight is loaded."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from peft import LoraConfig
+from transformers import PretrainedConfig
+
+from hf_megapack.arguments import TRAINER_ARGUMENTS
+from hf_megapack.config import MegaPackConfig, refuse_trl_names
+from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.errors import ConfigError
+from hf_megapack.guard import check_optimizer_class
+from hf_megapack.weights.adapter import check_lora_config
+from hf_megapack.weights.export import read_peft_adapter
+
+
+def refuse_arguments(**arguments: Any) -> None:
+    """Refuse arguments of other trainers that were given a value.
+
+    Raises:
+        ConfigError: Naming the first, with the reason or with our name for it.
+        TypeError: If no trainer has such an argument.
+    """
+    refuse_trl_names(arguments)
+    for name, value in arguments.items():
+        if name not in TRAINER_ARGUMENTS:
+            raise TypeError(f"MegaPackTrainer got an unexpected argument {name!r}")
+        if value is not None:
+            reason = TRAINER_ARGUMENTS[name].reason
+            raise ConfigError(f"{name} is not supported: {reason}. Leave {name} out.")
+
+
+def check_args(args: MegaPackConfig) -> MegaPackConfig:
+    """Check what only the running process knows: the class of the arguments, and how many processes there are.
+
+    Raises:
+        ConfigError: If they are not a MegaPackConfig, or the environment announces another number of processes.
+    """
+    if not isinstance(args, MegaPackConfig):
+        raise ConfigError(f"args is a {type(args).__name__}; build a MegaPackConfig, which takes the same arguments.")
+    announced = int(os.environ.get("WORLD_SIZE", "1"))
+    if announced != args.world_size:
+        raise ConfigError(
+            f"WORLD_SIZE={announced} is in the environment, but this trainer runs in {args.world_size} processes, so "
+            "each would train alone on all the data. Launch with torchrun, or with accelerate and a config whose "
+            "distributed_type is MULTI_GPU (and use_cpu=True in MegaPackConfig without GPUs); or unset WORLD_SIZE."
+        )
+    if args.n_gpu > 1:
+        # A notebook without a launcher uses one GPU: the HF Trainer would split batches over all that it sees.
+        args._n_gpu = 1
+    return args
+
+
+def check_collator_and_optimizer(data_collator: Any, optimizer_cls_and_kwargs: tuple[type, dict] | None) -> None:
+    """Check the classes of two arguments that take None for the usual choice.
+
+    Raises:
+        ConfigError: If batches would not be packed, or the optimizer is not elementwise.
+    """
+    if data_collator is not None and not isinstance(data_collator, PrefixTreeCollator):
+        raise ConfigError(f"data_collator is a {type(data_collator).__name__}; it must be a PrefixTreeCollator.")
+    if optimizer_cls_and_kwargs is not None:
+        check_optimizer_class(optimizer_cls_and_kwargs[0])
+
+
+def resolve_adapter(
+    model: str | os.PathLike | PretrainedConfig, peft_config: LoraConfig | None
+) -> tuple[str | PretrainedConfig, LoraConfig, dict[str, torch.Tensor] | None]:
+    """Find out what to train.
+
+    Args:
+        model: As for MegaPackTrainer.
+        peft_config: As for MegaPackTrainer.
+
+    Returns:
+        The base model, the adapter's configuration, and the adapter to continue from when `model` is its folder.
+
+    Raises:
+        ConfigError: If either is missing, of the wrong kind, not supported, or given twice.
+    """
+    if isinstance(model, PretrainedConfig):
+        folder = None
+    elif isinstance(model, str | os.PathLike):
+        model = os.fspath(model)
+        folder = Path(model) if (Path(model) / "adapter_config.json").exists() else None
+    else:
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give a hub id, a local folder or a PretrainedConfig. Megatron-Core "
+            "loads the weights itself, so the transformers model need not be built."
+        )
+    adapter = None
+    if folder is not None:
+        if peft_config is not None:
+            raise ConfigError(f"{folder} is an adapter with a configuration of its own: leave peft_config out.")
+        peft_config, adapter = read_peft_adapter(folder)
+        model = peft_config.base_model_name_or_path
+        if not model:
+            raise ConfigError(f"{folder} does not name its base model: set base_model_name_or_path in its config.")
+    if not isinstance(peft_config, LoraConfig):
+        raise ConfigError(
+            f"peft_config is a {type(peft_config).__name__}; it must be a peft.LoraConfig, for example "
+            'LoraConfig(r=16, lora_alpha=32, target_modules="all-linear").'
+        )
+    check_lora_config(peft_config)
+    return model, peft_config, adapter
+
+
+def check_same_adapter(peft_config: LoraConfig, saved: LoraConfig, folder: str) -> None:
+    """Check that a saved adapter means the same under the current configuration.
+
+    Raises:
+        ConfigError: If rank or scaling differ.
+    """
+    for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+        here, there = getattr(peft_config, name), getattr(saved, name)
+        if here != there:
+            raise ConfigError(
+                f"peft_config has {name}={here!r}, but {folder} was trained with {there!r}. Resume with the LoraConfig "
+                "that training began with."
+            )
+
+
+def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:
+    """Return a method that raises ConfigError, for one that the HF Trainer has and packed training does not."""
+
+    def refuse(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ConfigError(f"{name}() is not supported: {instead}.")
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Not supported: {instead}."
+    return refuse

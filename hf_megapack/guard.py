@@ -1,0 +1,115 @@
+"""What must hold before an optimizer step, agreed over all ranks: adapters that learn, and finite results."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
+from hf_megapack.errors import BackendError, ConfigError, NonFiniteResultError
+from hf_megapack.ranks import all_agree
+
+# Each reads and writes one element at a time, so a local shard is updated exactly as the whole matrix would be.
+_ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "SGD", "ASGD"]
+)
+
+
+class SkippableOptimizer(AcceleratedOptimizer):
+    """An optimizer whose next step can be left out; the HF Trainer then leaves the learning rate where it is.
+
+    Attributes:
+        skip_next: Whether the next `step` does nothing. It resets itself.
+    """
+
+    # accelerate registers an object with this mark as it is; its `optimizer_step_was_skipped` then asks us.
+    _is_accelerate_prepared = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self.skip_next = False
+
+    def step(self, closure=None) -> None:
+        """Step, unless this step is to be left out."""
+        self._is_overflow, self.skip_next = self.skip_next, False
+        if not self._is_overflow:
+            self.optimizer.step(closure)
+
+
+def check_optimizer_class(optimizer_class: type) -> None:
+    """Refuse optimizers that do not treat every element alike.
+
+    Raises:
+        ConfigError: Naming the class and those allowed.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, _ELEMENTWISE)):
+        allowed = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
+        raise ConfigError(
+            f"The optimizer {optimizer_class!r} is not supported: only optimizers that treat every element alike "
+            f"update shards of a matrix correctly. Allowed: torch's {allowed}, and classes derived from them."
+        )
+
+
+def check_optimizer_parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Check that a user's optimizer updates exactly the adapter.
+
+    Raises:
+        ConfigError: If it holds other tensors, or not all factors.
+    """
+    check_optimizer_class(type(optimizer))
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    factors = {id(parameter) for parameter in parameters.values()}
+    if held != factors:
+        raise ConfigError(
+            f"The optimizer holds {len(held)} tensors, of which {len(held & factors)} are among the adapter's "
+            f"{len(factors)} factors. Build it from trainer.backend.parameters and assign trainer.optimizer before "
+            "train(), or pass optimizer_cls_and_kwargs."
+        )
+
+
+def check_adapters_learn(parameters: Mapping[str, torch.nn.Parameter], device: torch.device) -> None:
+    """Check after a backward pass that every adapter takes part in the loss.
+
+    A factor B starts at zero, so the gradient of its A is zero at first; B's own must not be.
+
+    Args:
+        parameters: PEFT key to factor, with gradients.
+        device: Device that the process group communicates on.
+
+    Raises:
+        BackendError: On every rank, listing this rank's factors without a gradient.
+    """
+    idle = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.grad is None or (".lora_B." in key and not parameter.grad.any())
+    ]
+    if not all_agree(not idle, device):
+        listed = "\n  ".join(idle) or "none on this rank; see the other ranks"
+        raise BackendError(
+            f"{len(idle)} of {len(parameters)} adapter factors got no gradient in the first update, so they would "
+            f"never be trained. Take them out of target_modules, or report this if they should learn:\n  {listed}"
+        )
+
+
+def check_finite(loss: float, grad_norm: float, *, step: int, device: torch.device) -> None:
+    """Check the two numbers that show whether an update may be applied.
+
+    Args:
+        loss: The update's loss.
+        grad_norm: 2-norm of its gradient over all shards.
+        step: Number of the update, from 1.
+        device: Device that the process group communicates on.
+
+    Raises:
+        NonFiniteResultError: On every rank when either is not finite on any rank.
+    """
+    quantities = {"loss": loss, "gradient norm": grad_norm}
+    wrong = [f"{name} is {value}" for name, value in quantities.items() if not math.isfinite(value)]
+    if not all_agree(not wrong, device):
+        raise NonFiniteResultError(
+            f"Update {step}: {' and '.join(wrong) or 'another rank found a result that is not finite'}. Nothing was "
+            "updated; the last checkpoint is unharmed. Lower learning_rate, look at the examples of this update, or "
+            'set on_nonfinite="skip".'
+        )

@@ -1,0 +1,149 @@
+"""From a dataset to a DataLoader that yields one packed update at a time, on rank 0 alone.
+
+Rank 0 reads, renders and packs. Every other rank holds placeholders of the same lengths, so that loops, totals and
+progress agree, and gets its batches from rank 0.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from hf_megapack.batch import PackedBatch
+from hf_megapack.config import MegaPackConfig
+from hf_megapack.data.chat import prepare_dataset
+from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.data.sampler import UpdateSampler
+from hf_megapack.packing import Alignment, estimate_sharing
+from hf_megapack.ranks import from_rank_zero
+
+_ESTIMATED_EXAMPLES = 512
+
+
+def prepare_on_rank_zero(dataset: Any, processing_class: Any, args: MegaPackConfig) -> Any:
+    """Render and tokenize a dataset on rank 0.
+
+    Args:
+        dataset: Rows with messages, with prompt and completion, or with input_ids and labels; or ready examples; or a
+            dict of such datasets; or None.
+        processing_class: The tokenizer.
+        args: The data options.
+
+    Returns:
+        The tokenized dataset on rank 0, a range of equal length elsewhere; for a dict a dict, for None None.
+
+    Raises:
+        ConfigError: If the dataset is of a kind that cannot be used, or needs a tokenizer and there is none.
+        DataError: If a row cannot be learned.
+    """
+    if dataset is None:
+        return None
+    if isinstance(dataset, dict):
+        return {name: prepare_on_rank_zero(part, processing_class, args) for name, part in dataset.items()}
+    return from_rank_zero(
+        lambda: prepare_dataset(
+            dataset,
+            processing_class,
+            assistant_mask=args.assistant_mask,
+            max_length=args.max_length or args.packed_sequence_length,
+            overlong=args.overlong,
+            num_proc=args.dataset_num_proc,
+        ),
+        encode=lambda prepared: str(len(prepared)).encode(),
+        decode=lambda length: range(int(length)),
+        device=args.device,
+    )
+
+
+def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_size: int) -> PrefixTreeCollator:
+    """Return the collator that the arguments describe."""
+    return PrefixTreeCollator(
+        packed_sequence_length=args.packed_sequence_length,
+        packing_strategy=args.packing_strategy,
+        min_shared_tokens=args.min_shared_tokens,
+        alignment=Alignment(
+            sequence_multiple=args.sequence_length_multiple or 1, packed_multiple=args.packed_length_multiple or 1
+        ),
+        data_parallel_size=data_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        virtual_pipeline_parallel_size=args.virtual_pipeline_parallel_size,
+        pad_token_id=getattr(processing_class, "pad_token_id", None) or 0,
+    )
+
+
+def build_loader(
+    dataset: Sequence,
+    collator: Callable[[list], PackedBatch],
+    args: MegaPackConfig,
+    *,
+    update_size: int,
+    is_training: bool,
+) -> DataLoader:
+    """Return a plain DataLoader of updates, which `skip_first_batches` can rebuild when training resumes.
+
+    Args:
+        dataset: What `prepare_on_rank_zero` returned.
+        collator: Examples to one packed update.
+        args: The loader options.
+        update_size: Examples of one update.
+        is_training: Whether to shuffle, and to leave out a smaller last update if the arguments say so.
+    """
+    reads = args.process_index == 0
+    workers = args.dataloader_num_workers if reads else 0
+    return DataLoader(
+        dataset,
+        batch_sampler=UpdateSampler(
+            num_examples=len(dataset),
+            examples_per_update=update_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=is_training and args.train_sampling_strategy != "sequential",
+            conversation_ids=_conversation_ids(dataset),
+            shuffle_unit=args.shuffle_unit,
+            drop_last=is_training and args.dataloader_drop_last,
+        ),
+        collate_fn=collator if reads else _nothing,
+        num_workers=workers,
+        persistent_workers=args.dataloader_persistent_workers and workers > 0,
+        prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+        multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None) if workers else None,
+        # A loader without its own generator draws from torch's, on rank 0 alone, and the ranks' random states part.
+        generator=torch.Generator(),
+    )
+
+
+def describe_sharing(measured: float, dataset: Sequence, collator: PrefixTreeCollator, examples_per_update: int) -> str:
+    """Return one sentence on what sharing prefixes saves, and what grouping examples by prefix would.
+
+    Args:
+        measured: Logical tokens per executed token so far.
+        dataset: The tokenized training set.
+        collator: Its packing options.
+        examples_per_update: Examples of one update.
+    """
+    text = f"Each executed token stands for {measured:.2f} tokens of the data"
+    num_examples = min(len(dataset), max(_ESTIMATED_EXAMPLES, 4 * examples_per_update))
+    if num_examples <= examples_per_update:
+        return f"{text}."
+    _, grouped = estimate_sharing(
+        [dataset[index] for index in range(num_examples)],
+        examples_per_update,
+        packed_sequence_length=collator.packed_sequence_length,
+        min_shared_tokens=collator.min_shared_tokens,
+        alignment=collator.alignment,
+    )
+    return (
+        f"{text}; grouping examples by prefix (group_by_prefix) would make it {grouped:.2f}, judging by {num_examples} "
+        "examples."
+    )
+
+
+def _conversation_ids(dataset: Sequence) -> Any:
+    if isinstance(dataset, Dataset) and "conversation_id" in dataset.column_names:
+        return dataset.with_format("numpy")["conversation_id"][:]
+    return None
+
+
+def _nothing(_examples: list) -> None:
+    return None

@@ -1,0 +1,100 @@
+"""Counts what updates learned from, and turns it into the numbers that are logged.
+
+Names that TRL also logs mean what they mean there: num_tokens is the sum since training began; all others are of the
+updates since the last log.
+"""
+
+import math
+import time
+
+from hf_megapack.batch import PackedBatch, StepResult
+from hf_megapack.packing import PackingReport
+
+
+class TokenTally:
+    """Sums over loss-bearing tokens, of which the means are reported."""
+
+    def __init__(self) -> None:
+        self.num_loss_tokens = 0
+        self._loss = 0.0
+        self._correct = 0
+        self._entropy = 0.0
+
+    def add(self, result: StepResult) -> None:
+        """Count one forward pass."""
+        self.num_loss_tokens += result.num_loss_tokens
+        self._loss += result.loss * result.num_loss_tokens
+        self._correct += result.num_correct
+        self._entropy += result.entropy * result.num_loss_tokens
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per loss-bearing token, in nats; NaN when there is none."""
+        return self._loss / self.num_loss_tokens if self.num_loss_tokens else math.nan
+
+    def metrics(self) -> dict[str, float]:
+        """Return accuracy and entropy under TRL's names; empty when nothing was counted."""
+        if not self.num_loss_tokens:
+            return {}
+        return {
+            "mean_token_accuracy": self._correct / self.num_loss_tokens,
+            "entropy": self._entropy / self.num_loss_tokens,
+        }
+
+
+class UpdateMeter:
+    """Counts updates, for the log line at hand and for all of training.
+
+    Attributes:
+        total: All updates so far.
+        num_skipped: Updates that were not applied because something was not finite.
+        last_loss: The last finite loss, 0 before there was one.
+    """
+
+    def __init__(self) -> None:
+        self.total = PackingReport()
+        self.num_skipped = 0
+        self.last_loss = 0.0
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._window = PackingReport()
+        self._tally = TokenTally()
+        self._started = time.perf_counter()
+
+    def add(self, batch: PackedBatch, result: StepResult) -> None:
+        """Count one update; a loss that is not finite enters no mean."""
+        report = PackingReport.from_batch(batch)
+        self.total += report
+        self._window += report
+        if math.isfinite(result.loss):
+            self._tally.add(result)
+            self.last_loss = result.loss
+
+    def take(self, num_tokens: int) -> dict[str, float]:
+        """Return the numbers of the updates since the last call, and begin anew.
+
+        Args:
+            num_tokens: Tokens of all examples since training began, over interruptions too.
+        """
+        seconds = time.perf_counter() - self._started
+        metrics = {
+            **self._tally.metrics(),
+            "num_tokens": num_tokens,
+            **token_counts(self._window),
+            "tokens_per_second": self._window.num_logical_tokens / seconds,
+        }
+        if self.num_skipped:
+            metrics["skipped_updates"] = self.num_skipped
+        self._start_window()
+        return metrics
+
+
+def token_counts(report: PackingReport) -> dict[str, float]:
+    """Return the three token counts and the shared share under the names that are logged."""
+    return {
+        "logical_tokens": report.num_logical_tokens,
+        "executed_tokens": report.num_executed_tokens,
+        "loss_tokens": report.num_loss_tokens,
+        "shared_fraction": report.shared_share,
+    }

@@ -1,0 +1,87 @@
+"""What rank 0 makes reaches every rank, and so does its error.
+
+Nothing is pickled: a value travels as bytes of its own format, an error as its class name and message. In a single
+process the value is handed over as it is.
+"""
+
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hf_megapack import errors
+
+T = TypeVar("T")
+
+_NOTHING, _VALUE, _ERROR = 0, 1, 2
+
+
+def is_alone() -> bool:
+    """Whether this process is the only one."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def from_rank_zero(
+    make: Callable[[], T | None],
+    *,
+    encode: Callable[[T], bytes],
+    decode: Callable[[bytes], T],
+    device: torch.device,
+) -> T | None:
+    """Make a value on rank 0 alone and return it on every rank.
+
+    Args:
+        make: Called on rank 0 only; None is a value too.
+        encode: The value's bytes.
+        decode: The value that the other ranks get from these bytes.
+        device: Device that the process group communicates on.
+
+    Raises:
+        MegaPackError: On every rank when `make` raised: on rank 0 whatever it was, elsewhere the same class of
+            hf_megapack.errors with the same message, or BackendError for any other class.
+    """
+    if is_alone():
+        return make()
+    if dist.get_rank() == 0:
+        try:
+            value = make()
+            kind, payload = (_NOTHING, b"") if value is None else (_VALUE, encode(value))
+        except Exception as error:
+            _broadcast(_ERROR, json.dumps([type(error).__name__, str(error)]).encode(), device)
+            raise
+        _broadcast(kind, payload, device)
+        return value
+    kind, payload = _broadcast(_NOTHING, b"", device)
+    if kind == _ERROR:
+        name, message = json.loads(payload)
+        known = getattr(errors, name, None)
+        if known is None:
+            raise errors.BackendError(f"rank 0 failed with {name}: {message}")
+        raise known(message)
+    return decode(payload) if kind == _VALUE else None
+
+
+def all_agree(is_good: bool, device: torch.device) -> bool:
+    """Whether something holds on every rank."""
+    if is_alone():
+        return is_good
+    verdict = torch.tensor(int(is_good), device=device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict.item())
+
+
+def _broadcast(kind: int, payload: bytes, device: torch.device) -> tuple[int, bytes]:
+    """Send rank 0's kind and payload to every rank; what the others pass does not matter."""
+    header = torch.tensor([kind, len(payload)], dtype=torch.int64, device=device)
+    dist.broadcast(header, 0)
+    kind, size = header.tolist()
+    if size == 0:
+        return kind, b""
+    if dist.get_rank() == 0:
+        body = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    else:
+        body = torch.empty(size, dtype=torch.uint8, device=device)
+    dist.broadcast(body, 0)
+    return kind, body.cpu().numpy().tobytes()

@@ -1,0 +1,395 @@
+"""MegaPackTrainer: the HF Trainer's loop around one packed update at a time.
+
+The only file that knows the HF Trainer's hooks; tests/test_hf_hooks.py lists those it relies on. Rank 0 reads and
+packs, every rank gets the same `PackedBatch`, the backend turns it into a loss and gradients, and the HF Trainer does
+the rest: schedulers, callbacks, logging, when to evaluate and to save. Nothing here knows Megatron.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch.utils.data import DataLoader
+from transformers import PretrainedConfig, Trainer, TrainerCallback, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, rotate_checkpoints
+from transformers.utils import logging
+
+from hf_megapack import checks
+from hf_megapack.batch import PackedBatch, from_buffer, to_buffer
+from hf_megapack.config import MegaPackConfig
+from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.errors import ConfigError, NonFiniteResultError
+from hf_megapack.guard import SkippableOptimizer, check_adapters_learn, check_finite, check_optimizer_parameters
+from hf_megapack.loading import build_collator, build_loader, describe_sharing, prepare_on_rank_zero
+from hf_megapack.meter import TokenTally, UpdateMeter, token_counts
+from hf_megapack.ranks import from_rank_zero
+from hf_megapack.saving import read_training_state, write_training_state
+from hf_megapack.weights.checkpoint import publish_directory, sweep_staging
+from hf_megapack.weights.export import export_peft_adapter, read_peft_adapter
+
+logger = logging.get_logger(__name__)
+
+_UPDATES_BEFORE_SHARING_IS_TOLD = 3
+
+
+class MegaPackTrainer(Trainer):
+    """Fine-tunes a LoRA adapter on Megatron-Core behind the HF Trainer's interface.
+
+    Args:
+        model: Hub id or local folder of a base model, a folder with a PEFT adapter to continue from, or a
+            `PretrainedConfig` for random weights.
+        args: A MegaPackConfig; None takes its defaults.
+        data_collator: A PrefixTreeCollator; None builds one from `args`.
+        train_dataset: Rows with messages (and tools), with prompt and completion, or with input_ids and labels.
+        eval_dataset: The same, or a dict of several.
+        processing_class: The tokenizer, with its chat template.
+        callbacks: As for the HF Trainer.
+        optimizers: As for the HF Trainer; the optimizer must hold exactly the adapter's factors.
+        optimizer_cls_and_kwargs: As for the HF Trainer, elementwise optimizers only.
+        peft_config: peft's LoraConfig with transformers' module names; not given when `model` is an adapter folder.
+        other: compute_loss_func, compute_metrics, preprocess_logits_for_metrics, quantization_config and
+            formatting_func keep TRL's places but are refused by name, as are names of TRL's configuration.
+
+    Attributes:
+        backend: The door to the model: `backend.parameters` are the adapter's factors.
+
+    Raises:
+        ConfigError: If an argument is refused, missing or does not fit the others.
+        DataError: If a row of a dataset cannot be learned.
+    """
+
+    def __init__(  # noqa: PLR0913 - TRL's order and names
+        self,
+        model: str | os.PathLike | PretrainedConfig,
+        args: MegaPackConfig | None = None,
+        data_collator: PrefixTreeCollator | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: Any = None,
+        compute_loss_func: None = None,
+        compute_metrics: None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: None = None,
+        quantization_config: None = None,
+        peft_config: LoraConfig | None = None,
+        formatting_func: None = None,
+        **other: Any,
+    ):
+        checks.refuse_arguments(
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            formatting_func=formatting_func,
+            **other,
+        )
+        args = checks.check_args(MegaPackConfig() if args is None else args)
+        checks.check_collator_and_optimizer(data_collator, optimizer_cls_and_kwargs)
+        model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
+        train_dataset = prepare_on_rank_zero(train_dataset, processing_class, args)
+        eval_dataset = prepare_on_rank_zero(eval_dataset, processing_class, args)
+        set_seed(args.seed)
+        self.backend = self._build_backend(model, args)
+        if adapter is not None:
+            self.backend.load_adapter(adapter)
+        if optimizers[0] is not None:
+            check_optimizer_parameters(optimizers[0], self.backend.parameters)
+        self._accumulation: int | None = None
+        self._meter = UpdateMeter()
+        self._sharing_told = self._adapters_checked = False
+        super().__init__(
+            self.backend.model,
+            args,
+            data_collator or build_collator(processing_class, args, self.backend.data_parallel_size),
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
+
+    def _build_backend(self, model: str | PretrainedConfig, args: MegaPackConfig) -> Any:
+        from hf_megapack.megatron.backend import MegatronBackend
+
+        return MegatronBackend(model, args, self.peft_config)
+
+    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Leave the model where the backend put it."""
+
+    # Training: one update is one batch.
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train, from the start or from a checkpoint; after an error it can be called again."""
+        if trial is not None:
+            raise ConfigError("Hyperparameter search is not supported; build one trainer per trial.")
+        if self.args.should_save:
+            sweep_staging(Path(self.args.output_dir))
+        self._meter = UpdateMeter()
+        self._sharing_told = self._adapters_checked = False
+        try:
+            return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+        finally:
+            self.is_in_train = False
+
+    @contextmanager
+    def _one_batch_per_update(self) -> Iterator[None]:
+        """Let the HF Trainer see one batch per update: the examples that it would accumulate are packed together."""
+        self._accumulation, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, 1
+        try:
+            yield
+        finally:
+            self.args.gradient_accumulation_steps, self._accumulation = self._accumulation, None
+
+    def get_total_train_batch_size(self, args: MegaPackConfig) -> int:
+        """Return the examples per update."""
+        accumulation = self._accumulation or args.gradient_accumulation_steps
+        return args.per_device_train_batch_size * accumulation * self.backend.data_parallel_size
+
+    def set_initial_training_values(self, args: MegaPackConfig, dataloader: DataLoader) -> tuple:
+        """Count updates as batches; everything else as the HF Trainer does."""
+        with self._one_batch_per_update():
+            return super().set_initial_training_values(args, dataloader)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        with self._one_batch_per_update():
+            return super()._init_training_state(*args, **kwargs)
+
+    def _run_epoch(self, model: torch.nn.Module, epoch: int, train_dataloader: DataLoader, *args, **kwargs) -> None:
+        # The HF Trainer does not reach the sampler of a plain DataLoader: every epoch would repeat the first.
+        self._train_sampler.set_epoch(epoch)
+        with self._one_batch_per_update():
+            super()._run_epoch(model, epoch, train_dataloader, *args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader that yields one PackedBatch per update."""
+        if self.train_dataset is None:
+            raise ConfigError("train() needs a train_dataset; this trainer was built without one.")
+        size = self.get_total_train_batch_size(self.args)
+        loader = build_loader(self.train_dataset, self.data_collator, self.args, update_size=size, is_training=True)
+        self._train_sampler = loader.batch_sampler
+        return loader
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
+        """Return a loader that yields one PackedBatch per eval_batch_size examples and data-parallel rank."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        elif dataset is not self.eval_dataset:
+            dataset = prepare_on_rank_zero(dataset, self.processing_class, self.args)
+        if dataset is None:
+            raise ConfigError("evaluate() needs an eval_dataset.")
+        size = self.args.per_device_eval_batch_size * self.backend.data_parallel_size
+        return build_loader(dataset, self.data_collator, self.args, update_size=size, is_training=False)
+
+    def _next_batch(self, iterator: Iterator) -> PackedBatch | None:
+        return from_rank_zero(
+            lambda: next(iterator, None),
+            encode=lambda batch: to_buffer(batch).tobytes(),
+            decode=lambda data: from_buffer(np.frombuffer(data, dtype=np.uint8)),
+            device=self.args.device,
+        )
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
+        """Return rank 0's next update on every rank, and its loss-bearing tokens."""
+        batch = self._next_batch(epoch_iterator)
+        return ([], None) if batch is None else ([batch], self._get_num_items_in_batch([batch], device))
+
+    def _get_num_items_in_batch(self, batch_samples: list[PackedBatch], device: torch.device) -> int:
+        return sum(batch.num_loss_tokens for batch in batch_samples)
+
+    def _track_num_input_tokens(self, inputs: PackedBatch) -> None:
+        self.state.num_input_tokens_seen += inputs.num_logical_tokens
+
+    def floating_point_ops(self, inputs: PackedBatch) -> int:
+        """Return this rank's share of the operations: frozen weights take part in two products forward and back."""
+        rows = inputs.schedule.row_index[self.backend.data_parallel_rank]
+        slots = sum(inputs.rows[row].input_ids.size for row in rows)
+        weights = sum(p.numel() for name, p in self.model.named_parameters() if "embed" not in name)
+        return 4 * slots * weights
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: PackedBatch, num_items_in_batch: int | None = None
+    ) -> torch.Tensor:
+        """Compute the gradients of one update and return its loss, the same on every rank.
+
+        A loss that is not finite stands in the logged mean as the last finite one when such updates are skipped.
+        """
+        model.train()
+        result = self.backend.run_step(inputs)
+        if not self._adapters_checked:
+            check_adapters_learn(self.backend.parameters, self.args.device)
+            self._adapters_checked = True
+        self._loss = result.loss
+        self._meter.add(inputs, result)
+        if not self._sharing_told and self._meter.total.num_updates >= _UPDATES_BEFORE_SHARING_IS_TOLD:
+            self._tell_sharing()
+        if not math.isfinite(result.loss) and self.args.on_nonfinite == "skip":
+            return torch.tensor(self._meter.last_loss, device=self.args.device)
+        return torch.tensor(result.loss, device=self.args.device)
+
+    def _tell_sharing(self) -> None:
+        self._sharing_told = True
+        if self.is_world_process_zero():
+            num_examples = self.get_total_train_batch_size(self.args)
+            text = describe_sharing(self._meter.total.sharing, self.train_dataset, self.data_collator, num_examples)
+            # A warning, because transformers hides anything less by default and this is advice on a setting.
+            logger.warning(text)
+
+    # The optimizer: over local shards, and never stepped on a result that is not finite.
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build the optimizer over this rank's factors; all of them decay, as matrices do in the HF Trainer."""
+        if self.optimizer is None:
+            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args)
+            group = {"params": list(self.backend.parameters.values()), "weight_decay": self.args.weight_decay}
+            self.optimizer = cls([group], **kwargs)
+        return self.optimizer
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint) -> tuple:
+        """Build optimizer and scheduler; accelerate never sees the model, which it would wrap and overwrite."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        optimizer = self.create_optimizer()
+        if not isinstance(optimizer, SkippableOptimizer):
+            self.optimizer = SkippableOptimizer(optimizer)
+        self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
+        self.create_scheduler(num_training_steps=max_steps)
+        self.model_wrapped = self.model
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> float:
+        norm = self._guarded_grad_norm()
+        if norm > self.args.max_grad_norm:
+            self.backend.scale_grads(self.args.max_grad_norm / (norm + 1e-6))
+        return norm
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: float | None = None) -> float:
+        return self._guarded_grad_norm() if grad_norm is None else grad_norm
+
+    def _guarded_grad_norm(self) -> float:
+        """Return the gradient norm over all shards; raise, or mark the step as skipped, if a result is not finite."""
+        norm = self.backend.grad_norm()
+        try:
+            check_finite(self._loss, norm, step=self.state.global_step + 1, device=self.args.device)
+        except NonFiniteResultError as error:
+            if self.args.on_nonfinite == "raise":
+                raise
+            logger.warning(str(error))
+            self.optimizer.skip_next = True
+            self._meter.num_skipped += 1
+        return norm
+
+    # Logging and evaluation.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the token counts to the log lines of training."""
+        if "loss" in logs:
+            logs.update(self._meter.take(self.state.num_input_tokens_seen))
+        elif "train_runtime" in logs:
+            logs.update(token_counts(self._meter.total))
+            if not self._sharing_told:
+                self._tell_sharing()
+        super().log(logs, start_time)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return the mean loss per loss-bearing token of the whole set, whatever its packing or layout."""
+        self.model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        tally, num_examples, iterator = TokenTally(), 0, iter(dataloader)
+        while (batch := self._next_batch(iterator)) is not None:
+            tally.add(self.backend.eval_step(batch))
+            num_examples += batch.num_examples
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        metrics = {f"{metric_key_prefix}_{k}": v for k, v in {"loss": tally.loss, **tally.metrics()}.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=num_examples)
+
+    # Saving and resuming: full tensors under PEFT names, written by rank 0, published whole.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the adapter as a PEFT folder, and the tokenizer beside it. Every rank calls it."""
+        state = self.backend.adapter_state()
+        self._on_rank_zero(lambda: self._write_adapter(Path(output_dir or self.args.output_dir), state))
+
+    def _on_rank_zero(self, work: Any) -> None:
+        from_rank_zero(work, encode=lambda _: b"", decode=lambda _: None, device=self.args.device)
+
+    def _write_adapter(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
+        export_peft_adapter(state, self.peft_config, folder, base_model_name=self.backend.base_model_name)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
+        """Stage a whole checkpoint, publish it with one rename, then drop the oldest."""
+        self.store_flos()
+        run = Path(self.args.output_dir)
+        best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        folder = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.state.best_global_step and (best == folder or best.exists()):
+            self.state.best_model_checkpoint = str(best)
+        adapter = self.backend.adapter_state()
+        moments = None if self.args.save_only_model else self.backend.optimizer_state(self.optimizer.optimizer)
+        self._on_rank_zero(lambda: self._write_checkpoint(folder, adapter, moments))
+
+    def _write_checkpoint(self, folder: Path, adapter: dict[str, torch.Tensor], moments: dict | None) -> None:
+        with publish_directory(folder) as staging:
+            self._write_adapter(staging, adapter)
+            if moments is not None:
+                write_training_state(staging, moments, self.lr_scheduler)
+                self._save_rng_state(str(staging))
+            callbacks = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
+            self.state.stateful_callbacks = TrainerState(stateful_callbacks=callbacks).stateful_callbacks
+            self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
+        best = self.state.best_model_checkpoint
+        rotate_checkpoints(str(folder.parent), self.args.save_total_limit, best, use_mtime=True)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        saved, state = read_peft_adapter(Path(resume_from_checkpoint))
+        checks.check_same_adapter(self.peft_config, saved, resume_from_checkpoint)
+        self.backend.load_adapter(state)
+
+    def _load_best_model(self) -> None:
+        logger.info(f"Loading the best adapter, {self.state.best_model_checkpoint} ({self.state.best_metric}).")
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore moments, schedule and the learning rate that it had reached."""
+        if checkpoint is None:
+            return
+        moments = read_training_state(Path(checkpoint), self.lr_scheduler)
+        self.backend.load_optimizer_state(self.optimizer.optimizer, moments)
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    # What the HF Trainer offers and packed training does not.
+
+    predict = checks.refused_method("predict", "save the adapter and load it with peft to generate or score")
+    hyperparameter_search = checks.refused_method("hyperparameter_search", "build one trainer per trial")
+    push_to_hub = checks.refused_method("push_to_hub", "call save_model(folder), then `hf upload`")
