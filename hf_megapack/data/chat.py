@@ -259,7 +259,7 @@ class ChatTransform:
             where = f"row {draft.row}" if draft.turn < 0 else f"row {draft.row}, turn {draft.turn}"
             if not draft.is_chat:
                 ids, mask = self._end_text(ids, mask)
-            if draft.has_other_turns and len(mask) > 1 and mask[1:].all():
+            if draft.has_other_turns and mask.all():
                 raise DataError(f"{where}: every token would be learned although there are other turns; check the tags")
             yield self._finish(ids, mask, draft.row, draft.turn, where)
 
