@@ -14,12 +14,10 @@ from hf_megapack.packing import (
     NO_ALIGNMENT,
     PACKING_STRATEGIES,
     Alignment,
+    RankLayout,
     gather_examples,
     lay_out_row,
-    num_local_microbatches,
-    plan_rows,
-    row_cost,
-    schedule_rows,
+    plan_update,
 )
 
 
@@ -52,13 +50,7 @@ class PrefixTreeCollator:
     pad_token_id: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "packed_sequence_length",
-            "min_shared_tokens",
-            "data_parallel_size",
-            "pipeline_parallel_size",
-            "virtual_pipeline_parallel_size",
-        ):
+        for name in ("packed_sequence_length", "min_shared_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.packing_strategy not in PACKING_STRATEGIES:
@@ -68,6 +60,15 @@ class PrefixTreeCollator:
                 f"sequence_multiple is {self.alignment.sequence_multiple}, but a shared prefix cannot be padded for "
                 'each example; use 1 (attention="tree") or packing_strategy "ffd", "mffd" or "balanced"'
             )
+
+        self._ranks()
+
+    def _ranks(self) -> RankLayout:
+        return RankLayout(
+            data_parallel_size=self.data_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            virtual_pipeline_parallel_size=self.virtual_pipeline_parallel_size,
+        )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedBatch:
         """Pack one update.
@@ -89,28 +90,18 @@ class PrefixTreeCollator:
                 f"no token of this update's {len(examples)} examples is loss-bearing, so it would learn nothing; "
                 "check assistant_mask and overlong, which decide what the loss mask keeps"
             )
-        plan = plan_rows(
+        plan = plan_update(
             gathered,
             strategy=self.packing_strategy,
             packed_sequence_length=self.packed_sequence_length,
             min_shared_tokens=self.min_shared_tokens,
             alignment=self.alignment,
-            min_rows=self.data_parallel_size,
+            ranks=self._ranks(),
         )
-        rows = tuple(lay_out_row(gathered, forest, self.alignment, self.pad_token_id) for forest in plan)
-        schedule = schedule_rows(
-            [row_cost(row) for row in rows],
-            data_parallel_size=self.data_parallel_size,
-            num_microbatches=num_local_microbatches(
-                len(rows),
-                data_parallel_size=self.data_parallel_size,
-                pipeline_parallel_size=self.pipeline_parallel_size,
-                virtual_pipeline_parallel_size=self.virtual_pipeline_parallel_size,
-            ),
-        )
+        rows = tuple(lay_out_row(gathered, forest, self.alignment, self.pad_token_id) for forest in plan.rows)
         return PackedBatch(
             rows=rows,
-            schedule=schedule,
+            schedule=plan.schedule,
             num_examples=len(examples),
             num_logical_tokens=int(gathered.lengths.sum()),
             num_loss_tokens=sum(int(row.loss_weights.sum()) for row in rows),

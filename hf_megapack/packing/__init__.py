@@ -5,11 +5,12 @@ often as it occurs; nothing is truncated, dropped or moved to another update. Th
 """
 
 from hf_megapack.packing.alignment import NO_ALIGNMENT, Alignment
-from hf_megapack.packing.bins import PACKING_STRATEGIES, adjust_bin_count, pack_sequences, plan_rows
+from hf_megapack.packing.bins import PACKING_STRATEGIES, adjust_bin_count, pack_sequences
 from hf_megapack.packing.examples import ExampleSet, gather_examples
+from hf_megapack.packing.plan import UpdatePlan, plan_update
 from hf_megapack.packing.report import PackingReport, estimate_sharing
 from hf_megapack.packing.rows import lay_out_row, num_visible_pairs
-from hf_megapack.packing.schedule import num_local_microbatches, row_cost, schedule_rows
+from hf_megapack.packing.schedule import RankLayout, schedule_rows, slots_cost
 from hf_megapack.packing.tree import Forest, build_forest
 
 __all__ = [
@@ -19,15 +20,16 @@ __all__ = [
     "ExampleSet",
     "Forest",
     "PackingReport",
+    "RankLayout",
+    "UpdatePlan",
     "adjust_bin_count",
     "build_forest",
     "estimate_sharing",
     "gather_examples",
     "lay_out_row",
-    "num_local_microbatches",
     "num_visible_pairs",
     "pack_sequences",
-    "plan_rows",
-    "row_cost",
+    "plan_update",
     "schedule_rows",
+    "slots_cost",
 ]

@@ -7,93 +7,35 @@ All are deterministic, place every example exactly once and ask `Alignment` for 
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from hf_megapack.errors import ConfigError, DataError
 from hf_megapack.packing.alignment import NO_ALIGNMENT, Alignment
-from hf_megapack.packing.examples import ExampleSet
-from hf_megapack.packing.tree import Forest, build_forest, flat_forest, rebuild_forest, restrict_forest
+from hf_megapack.packing.tree import Forest
 
 Bins = list[list[int]]
+_Depth = TypeVar("_Depth", int, np.ndarray)
 
 
-def plan_rows(
-    examples: ExampleSet,
-    *,
-    strategy: str,
-    packed_sequence_length: int,
-    min_shared_tokens: int,
-    alignment: Alignment,
-    min_rows: int = 1,
-) -> list[Forest]:
-    """Decide which examples share a row and which of their tokens are computed once.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Bins of a prefix forest and what they admitted.
 
-    Args:
-        examples: The examples of an update.
-        strategy: One of `PACKING_STRATEGIES`.
-        packed_sequence_length: Row capacity.
-        min_shared_tokens: Tokens below which a shared run is repeated instead ("prefix_tree" only).
-        alignment: The two multiples of a row.
-        min_rows: Rows that a flat strategy returns at least, as far as there are examples.
-
-    Returns:
-        One forest per row.
-
-    Raises:
-        ConfigError: If the strategy is unknown.
-        DataError: If an example is longer than a row.
+    Attributes:
+        bins: Positions in the forest's `order`, bin by bin, in the order of placing.
+        tokens: Distinct tokens that each bin admitted.
+        pairs: Visible (query, key) pairs of those tokens.
     """
-    capacity = alignment.capacity(packed_sequence_length)
-    longest = int(examples.lengths.argmax())
-    if examples.lengths[longest] > capacity:
-        raise DataError(
-            f"example {longest} has {examples.lengths[longest]} tokens, a row holds {capacity}; raise "
-            "packed_sequence_length, or set max_length with overlong='drop', 'truncate_left' or 'truncate_right'"
-        )
-    if strategy != "prefix_tree":
-        bins = pack_sequences(
-            examples.lengths.tolist(),
-            strategy=strategy,
-            capacity=capacity,
-            alignment=alignment,
-        )
-        bins = adjust_bin_count(bins, min_bin_count=min(min_rows, examples.lengths.size))
-        return [flat_forest(examples.lengths, np.asarray(bin_)) for bin_ in bins]
-    forest = build_forest(examples, min_shared_tokens)
-    if forest.num_tokens <= alignment.fill_limit(capacity):
-        return [forest]
-    lengths = examples.lengths[forest.order]
-    by_falling_length = np.lexsort((forest.order, -lengths))
-    plans = []
-    for placing_order in (by_falling_length, np.arange(lengths.size)):
-        bins, admitted = place_examples(
-            forest, lengths.tolist(), placing_order.tolist(), alignment.fill_limit(capacity)
-        )
-        plans.append(
-            [
-                _tightest_forest(forest, np.sort(bin_), examples.lengths, min_shared_tokens, num_tokens)
-                for bin_, num_tokens in zip(bins, admitted, strict=True)
-            ]
-        )
-    return min(plans, key=lambda plan: sum(alignment.footprint(row.num_tokens) for row in plan))
+
+    bins: Bins
+    tokens: list[int]
+    pairs: list[int]
 
 
-def _tightest_forest(
-    forest: Forest, positions: np.ndarray, lengths: np.ndarray, min_shared_tokens: int, admitted: int
-) -> Forest:
-    """Return a bin's forest rebuilt, or as it was admitted where rebuilding would make it longer."""
-    rebuilt = rebuild_forest(forest, positions, lengths, min_shared_tokens)
-    if rebuilt.num_tokens <= admitted:
-        return rebuilt
-    restricted = restrict_forest(forest, positions)
-    assert restricted.num_tokens == admitted, (restricted.num_tokens, admitted)
-    return restricted
-
-
-def place_examples(
-    forest: Forest, lengths: Sequence[int], placing_order: Sequence[int], fill_limit: int
-) -> tuple[Bins, list[int]]:
+def place_examples(forest: Forest, lengths: Sequence[int], placing_order: Sequence[int], fill_limit: int) -> Placement:
     """Put each example where it adds fewest tokens; among equals where least room is left, then in the oldest bin.
 
     A bin that holds a segment holds everything above it, so an example adds exactly what lies below the deepest segment
@@ -106,12 +48,13 @@ def place_examples(
         fill_limit: Most tokens of one bin; every example fits alone.
 
     Returns:
-        The positions of each bin, in the order of placing, and the tokens that each bin admitted.
+        The bins.
     """
     ends, parents = forest.end.tolist(), forest.parent.tolist()
     leaves = _last_segments(forest)
     bins: Bins = []
     tokens: list[int] = []
+    pairs: list[int] = []
     holders: list[list[int]] = [[] for _ in ends]
     # (tokens, -bin) of every bin, sorted: the fullest bin that still has room is one bisection away.
     fullest: list[tuple[int, int]] = []
@@ -131,16 +74,23 @@ def place_examples(
             chosen = len(bins)
             bins.append([])
             tokens.append(0)
+            pairs.append(0)
         else:
             del fullest[bisect_left(fullest, (tokens[chosen], -chosen))]
         bins[chosen].append(position)
         tokens[chosen] += added
+        pairs[chosen] += num_path_pairs(lengths[position]) - num_path_pairs(lengths[position] - added)
         insort(fullest, (tokens[chosen], -chosen))
         held, segment = segment, leaves[position]
         while segment != held:
             holders[segment].append(chosen)
             segment = parents[segment]
-    return bins, tokens
+    return Placement(bins=bins, tokens=tokens, pairs=pairs)
+
+
+def num_path_pairs(depth: _Depth) -> _Depth:
+    """Return the visible pairs of the first `depth` tokens of an example, or of each of several."""
+    return depth * (depth + 1) // 2
 
 
 def _last_segments(forest: Forest) -> list[int]:

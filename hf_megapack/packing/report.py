@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from hf_megapack.batch import PackedBatch
 from hf_megapack.packing.alignment import NO_ALIGNMENT, Alignment
-from hf_megapack.packing.bins import plan_rows
 from hf_megapack.packing.examples import gather_examples
+from hf_megapack.packing.plan import plan_update
 from hf_megapack.packing.tree import sort_examples
 
 
@@ -106,7 +106,7 @@ def estimate_sharing(
         logical = executed = 0
         for first in range(0, len(order), examples_per_update):
             update = gather_examples([examples[index] for index in order[first : first + examples_per_update]])
-            rows = plan_rows(
+            plan = plan_update(
                 update,
                 strategy="prefix_tree",
                 packed_sequence_length=packed_sequence_length,
@@ -114,7 +114,7 @@ def estimate_sharing(
                 alignment=alignment,
             )
             logical += int(update.lengths.sum())
-            executed += sum(alignment.footprint(row.num_tokens) for row in rows)
+            executed += sum(alignment.footprint(row.num_tokens) for row in plan.rows)
         return logical / executed
 
     return ratio(range(len(examples))), ratio(by_prefix.tolist())
