@@ -1,7 +1,7 @@
 """What MegaPackTrainer checks about its arguments before any data is read or any weight is loaded."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from hf_megapack.config import MegaPackConfig, refuse_trl_names
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import ConfigError
 from hf_megapack.guard import check_optimizer_class
-from hf_megapack.weights.adapter import check_lora_config
+from hf_megapack.weights.adapter import check_lora_config, lora_spec
 from hf_megapack.weights.export import read_peft_adapter
 
 
@@ -109,17 +109,23 @@ def resolve_adapter(
     return model, peft_config, adapter
 
 
-def check_same_adapter(peft_config: LoraConfig, saved: LoraConfig, folder: str) -> None:
+def check_same_adapter(peft_config: LoraConfig, saved: LoraConfig, keys: Iterable[str], folder: str) -> None:
     """Check that a saved adapter means the same under the current configuration.
 
+    Args:
+        peft_config: The current configuration.
+        saved: The adapter's own.
+        keys: PEFT keys of its tensors.
+        folder: Where it was read.
+
     Raises:
-        ConfigError: If rank or scaling differ.
+        ConfigError: If rank or scaling of any module differ.
     """
-    for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
-        here, there = getattr(peft_config, name), getattr(saved, name)
+    for module in sorted({key.removeprefix("base_model.model.").partition(".lora_")[0] for key in keys}):
+        here, there = lora_spec(peft_config, module), lora_spec(saved, module)
         if here != there:
             raise ConfigError(
-                f"peft_config has {name}={here!r}, but {folder} was trained with {there!r}. Resume with the LoraConfig "
+                f"peft_config gives {module} {here}, but {folder} was trained with {there}. Resume with the LoraConfig "
                 "that training began with."
             )
 

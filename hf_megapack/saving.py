@@ -1,17 +1,51 @@
-"""The part of a checkpoint that only training needs: optimizer moments and learning-rate schedule."""
+"""The parts of a checkpoint that only training needs, and replacing one that an earlier run left."""
 
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from hf_megapack.errors import ExportError
-from hf_megapack.weights.checkpoint import read_optimizer_state, write_optimizer_state
+from hf_megapack.weights.checkpoint import publish_directory, read_optimizer_state, save_optimizer_state, sync_file
 
-_SCHEDULER_FILE = "scheduler.pt"
+_SCHEDULER_FILE, _OPTIMIZER_FILE = "scheduler.pt", "optimizer.safetensors"
 
 
-def write_training_state(folder: Path, moments: dict[str, torch.Tensor], scheduler: LRScheduler):
+@contextmanager
+def replace_directory(path: Path) -> Iterator[Path]:
+    """Fill a directory that appears complete under its name, in the place of an older one if there is one.
+
+    The older one stays until the new one is on disk; between two renames, for an instant, there is neither.
+
+    Args:
+        path: The final directory.
+
+    Yields:
+        A folder to write into.
+
+    Raises:
+        ExportError: If nothing can be written there.
+    """
+    if not path.exists():
+        with publish_directory(path) as staging:
+            yield staging
+        return
+    # Names that sweep_staging removes, should this process die on the way.
+    new, old = (path.with_name(f".{path.name}.staging-{secrets.token_hex(8)}") for _ in range(2))
+    with publish_directory(new) as staging:
+        yield staging
+    os.rename(path, old)
+    os.rename(new, path)
+    sync_file(path.parent)
+    shutil.rmtree(old)
+
+
+def write_training_state(folder: Path, moments: dict[str, torch.Tensor], scheduler: LRScheduler) -> None:
     """Write what `read_training_state` reads.
 
     Args:
@@ -19,7 +53,7 @@ def write_training_state(folder: Path, moments: dict[str, torch.Tensor], schedul
         moments: Optimizer state as full tensors under PEFT keys.
         scheduler: The learning-rate schedule.
     """
-    write_optimizer_state(moments, folder)
+    save_optimizer_state(moments, folder / _OPTIMIZER_FILE)
     torch.save(scheduler.state_dict(), folder / _SCHEDULER_FILE)
 
 
@@ -39,8 +73,8 @@ def read_training_state(folder: Path, scheduler: LRScheduler) -> dict[str, torch
     file = folder / _SCHEDULER_FILE
     if not file.exists():
         raise ExportError(
-            f"{folder} has no {_SCHEDULER_FILE}: it was saved with save_only_model=True and cannot be resumed. To "
-            "start a new run from its adapter, pass that folder as model."
+            f"{folder} has no {_SCHEDULER_FILE}: it was saved with save_only_model=True and cannot be resumed. "
+            "To begin a new run from its adapter, pass that folder as model."
         )
     scheduler.load_state_dict(torch.load(file, weights_only=True))
-    return read_optimizer_state(folder)
+    return read_optimizer_state(folder / _OPTIMIZER_FILE)

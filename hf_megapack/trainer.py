@@ -32,8 +32,8 @@ from hf_megapack.guard import SkippableOptimizer, check_adapters_learn, check_fi
 from hf_megapack.loading import build_collator, build_loader, describe_sharing, prepare_on_rank_zero
 from hf_megapack.meter import TokenTally, UpdateMeter, token_counts
 from hf_megapack.ranks import from_rank_zero
-from hf_megapack.saving import read_training_state, write_training_state
-from hf_megapack.weights.checkpoint import publish_directory, sweep_staging
+from hf_megapack.saving import read_training_state, replace_directory, write_training_state
+from hf_megapack.weights.checkpoint import sweep_staging
 from hf_megapack.weights.export import export_peft_adapter, read_peft_adapter
 
 logger = logging.get_logger(__name__)
@@ -359,7 +359,7 @@ class MegaPackTrainer(Trainer):
         self._on_rank_zero(lambda: self._write_checkpoint(folder, adapter, moments))
 
     def _write_checkpoint(self, folder: Path, adapter: dict[str, torch.Tensor], moments: dict | None) -> None:
-        with publish_directory(folder) as staging:
+        with replace_directory(folder) as staging:
             self._write_adapter(staging, adapter)
             if moments is not None:
                 write_training_state(staging, moments, self.lr_scheduler)
@@ -372,7 +372,7 @@ class MegaPackTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         saved, state = read_peft_adapter(Path(resume_from_checkpoint))
-        checks.check_same_adapter(self.peft_config, saved, resume_from_checkpoint)
+        checks.check_same_adapter(self.peft_config, saved, list(state), resume_from_checkpoint)
         self.backend.load_adapter(state)
 
     def _load_best_model(self) -> None:

@@ -1,0 +1,589 @@
+"""MegaPackTrainer around a backend in plain torch: the loop, its totals, its guard, its checkpoints."""
+
+import dataclasses
+import logging
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import LlamaConfig, TrainerCallback, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+from hf_megapack import saving
+from hf_megapack.config import MegaPackConfig
+from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.errors import BackendError, ConfigError, DataError, ExportError, NonFiniteResultError
+from hf_megapack.trainer import MegaPackTrainer
+from tests.helpers.fake_backend import PREFIX, FakeBackend
+
+PROMPT = list(range(100, 170))
+LORA = {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+def token_rows(count: int) -> list[dict]:
+    """Return ready examples: one prompt of 70 tokens for all, then 3 to 6 learned tokens of their own."""
+    rows = []
+    for index in range(count):
+        answer = [1000 + 7 * index + k for k in range(3 + index % 4)]
+        rows.append({"input_ids": PROMPT + answer, "labels": [-100] * len(PROMPT) + answer})
+    return rows
+
+
+class FakeTrainer(MegaPackTrainer):
+    """The real trainer with the fake backend."""
+
+    given_backend = None
+
+    def _build_backend(self, model, args):
+        return self.given_backend or FakeBackend(model, args, self.peft_config)
+
+
+class Recorder(TrainerCallback):
+    """Keeps what callbacks see."""
+
+    def __init__(self):
+        self.accumulation, self.rates, self.adapters = [], [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Keep accumulation and rate."""
+        self.accumulation.append(args.gradient_accumulation_steps)
+        self.rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        """Keep the adapter."""
+        self.adapters.append({name: p.detach().clone() for name, p in model.factors.items()})
+
+
+@pytest.fixture
+def make(tmp_path, tiny_tokenizer):
+    """Return a function that builds a trainer over ready examples."""
+
+    def build(*, rows=10, trainer=FakeTrainer, eval_dataset=None, callbacks=None, backend=None, **options):
+        defaults = {
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "per_device_train_batch_size": 2,
+            "max_steps": 4,
+            "learning_rate": 0.01,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "dataloader_num_workers": 0,
+            "disable_tqdm": True,
+        }
+        dataset = Dataset.from_list(token_rows(rows) if isinstance(rows, int) else rows)
+        class_ = type("WithBackend", (trainer,), {"given_backend": backend}) if backend else trainer
+        return class_(
+            "fake",
+            MegaPackConfig(**(defaults | options)),
+            train_dataset=dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tiny_tokenizer,
+            callbacks=callbacks,
+            peft_config=LoraConfig(**LORA),
+        )
+
+    return build
+
+
+def examples_of(batch) -> list[tuple]:
+    """Return the token tuple of each example of a batch, rebuilt from the segments of its rows."""
+    found: dict[int, dict[int, tuple]] = {}
+    for row in batch.rows:
+        table = row.segments
+        for segment in range(len(table.start)):
+            owners = table.examples[table.example_offsets[segment] : table.example_offsets[segment + 1]]
+            for owner in owners:
+                tokens = row.input_ids[table.start[segment] : table.end[segment]]
+                found.setdefault(int(owner), {})[int(table.start[segment])] = tuple(int(t) for t in tokens)
+    return [sum((runs[start] for start in sorted(runs)), ()) for _, runs in sorted(found.items())]
+
+
+def adapter(trainer) -> dict[str, torch.Tensor]:
+    return trainer.backend.adapter_state()
+
+
+def assert_equal_adapters(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    assert len(one) == 4
+    for key in one:
+        assert torch.equal(one[key], other[key]), key
+
+
+# the loop
+
+
+def test_training_lowers_the_loss_and_logs_what_was_learned(make):
+    trainer = make(rows=4, max_steps=30, per_device_train_batch_size=4, learning_rate=0.05)
+    output = trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(lines) == 30
+    assert lines[-1]["loss"] < lines[0]["loss"] / 2
+    # 4 examples: a prompt of 70 and 3, 4, 5 and 6 learned tokens; slot 69 predicts, so 69 prompt tokens are shared
+    logical, executed = 4 * 70 + 18, 69 + 4 * 1 + 18
+    first = lines[0]
+    assert (first["logical_tokens"], first["executed_tokens"], first["loss_tokens"]) == (logical, executed, 18)
+    assert first["shared_fraction"] == pytest.approx(1 - executed / logical)
+    assert lines[1]["num_tokens"] == 2 * logical
+    assert trainer.state.num_input_tokens_seen == 30 * logical
+    for name in ("mean_token_accuracy", "entropy", "grad_norm", "learning_rate", "tokens_per_second"):
+        assert math.isfinite(first[name]), name
+    assert output.metrics["executed_tokens"] == 30 * executed
+    weights = 4608 * 16 + 2 * 2 * 4 * 16
+    assert trainer.state.total_flos == 4 * weights * 30 * executed
+
+
+def test_the_logged_loss_is_the_one_that_was_back_propagated(make):
+    trainer = make(logging_steps=2)
+    losses = []
+    run_step = trainer.backend.run_step
+    trainer.backend.run_step = lambda batch: losses.append(run_step(batch)) or losses[-1]
+    trainer.train()
+    logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    expected = [np.mean([r.loss for r in losses[i : i + 2]]) for i in (0, 2)]
+    assert logged == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_example_of_an_update_is_in_one_batch_and_every_epoch_has_its_own_order(make):
+    trainer = make(rows=10, gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    batches = trainer.backend.calls
+    assert [batch.num_examples for batch in batches] == [4, 4, 2, 4, 4, 2]
+    epochs = [[e for b in part for e in examples_of(b)] for part in (batches[:3], batches[3:])]
+    expected = sorted(tuple(row["input_ids"]) for row in token_rows(10))
+    assert sorted(epochs[0]) == expected
+    assert sorted(epochs[1]) == expected
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != expected
+
+
+def test_options_of_the_loader_are_honoured(make):
+    trainer = make(
+        rows=10, gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=1, dataloader_drop_last=True,
+        train_sampling_strategy="sequential", dataloader_num_workers=1, dataloader_persistent_workers=True,
+    )  # fmt: skip
+    trainer.train()
+    assert [batch.num_examples for batch in trainer.backend.calls] == [4, 4]
+    order = [e for b in trainer.backend.calls for e in examples_of(b)]
+    assert order == [tuple(row["input_ids"]) for row in token_rows(8)]
+
+
+def test_the_banner_shows_the_users_totals(make, caplog):
+    trainer = make(rows=10, gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=2, log_level="info")
+    transformers_logging.enable_propagation()
+    try:
+        with caplog.at_level(logging.INFO):
+            trainer.train()
+    finally:
+        transformers_logging.disable_propagation()
+        transformers_logging.set_verbosity_warning()
+    num_factors = 2 * (4 * 16 + 16 * 4)
+    for line in (
+        "Num examples = 10",
+        "Num Epochs = 2",
+        "Num update steps per epoch = 3",
+        "Instantaneous batch size per device = 2",
+        "distributed & accumulation) = 4",
+        "Gradient Accumulation steps = 2",
+        "Total optimization steps = 6",
+        f"Number of trainable parameters = {num_factors}",
+    ):
+        assert line in caplog.text, line
+
+
+def test_accumulation_is_one_during_an_update_and_restored_after_also_on_error(make):
+    recorder = Recorder()
+    trainer = make(gradient_accumulation_steps=3, max_steps=2, callbacks=[recorder])
+    trainer.train()
+    assert recorder.accumulation == [1, 1]
+    assert trainer.args.gradient_accumulation_steps == 3
+    assert trainer.get_total_train_batch_size(trainer.args) == 6
+    trainer.backend.poison = {4: "loss"}
+    with pytest.raises(NonFiniteResultError):
+        trainer.train()
+    assert trainer.args.gradient_accumulation_steps == 3
+
+
+def test_a_trainer_trains_again_after_an_error_and_another_follows(make):
+    trainer = make(max_steps=3)
+    trainer.backend.poison = {2: "loss"}
+    with pytest.raises(NonFiniteResultError, match="Update 2: loss is nan"):
+        trainer.train()
+    assert not trainer.is_in_train
+    trainer.backend.poison = {}
+    assert trainer.train().global_step == 3
+    assert make(max_steps=2).train().global_step == 2
+
+
+def test_the_schedule_and_warmup_are_transformers_own(make):
+    recorder = Recorder()
+    make(max_steps=4, lr_scheduler_type="linear", warmup_steps=2, callbacks=[recorder]).train()
+    assert recorder.rates == pytest.approx([0.0, 0.005, 0.01, 0.005])
+
+
+def test_accelerate_never_sees_the_model(make, monkeypatch):
+    from accelerate import Accelerator
+
+    def fail(*args, **kwargs):
+        raise AssertionError("the model went through accelerate")
+
+    monkeypatch.setattr(Accelerator, "prepare_model", fail)
+    monkeypatch.setattr(Accelerator, "prepare_data_loader", fail)
+    assert make(max_steps=2).train().global_step == 2
+
+
+def test_the_log_tells_what_sharing_gives(make, caplog):
+    trainer = make(rows=12, max_steps=4)
+    transformers_logging.enable_propagation()
+    logging.getLogger("hf_megapack").propagate = True
+    try:
+        with caplog.at_level(logging.WARNING):
+            trainer.train()
+    finally:
+        transformers_logging.disable_propagation()
+    told = [r.getMessage() for r in caplog.records if "Each executed token stands for" in r.getMessage()]
+    assert len(told) == 1
+    assert "group_by_prefix" in told[0]
+
+
+def test_chats_are_rendered_packed_and_learned(make, chat_examples):
+    trainer = make(rows=[{"messages": row["messages"]} for row in chat_examples], assistant_mask="each", max_steps=2)
+    assert len(trainer.train_dataset) > len(chat_examples)
+    assert trainer.train().global_step == 2
+
+
+def test_a_row_that_cannot_be_packed_is_an_error_of_its_own_class(make):
+    with pytest.raises(DataError, match="80"):
+        make(rows=[{"input_ids": list(range(1, 81)), "labels": list(range(1, 81))}], packed_sequence_length=50)
+
+
+# optimizer, clipping and the finite guard
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"])
+def test_every_allowed_optimizer_moves_every_factor(make, optim):
+    trainer = make(optim=optim, max_steps=2, weight_decay=0.1)
+    before = adapter(trainer)
+    trainer.train()
+    assert all(not torch.equal(before[key], value) for key, value in adapter(trainer).items())
+    assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == 4
+
+
+@pytest.mark.parametrize("limit", [0.25, 0.0])
+def test_gradients_are_clipped_by_the_norm_over_all_factors(make, limit):
+    trainer = make(optim="sgd", max_steps=1, max_grad_norm=limit, lr_scheduler_type="constant", learning_rate=1.0)
+    before = adapter(trainer)
+    trainer.train()
+    moved = math.sqrt(sum(float((value - before[key]).square().sum()) for key, value in adapter(trainer).items()))
+    logged = trainer.state.log_history[0]["grad_norm"]
+    assert logged > 1
+    assert moved == pytest.approx(limit or logged, rel=1e-4)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+@pytest.mark.parametrize(("kind", "quantity"), [("loss", "loss is nan"), ("grad", "gradient norm is inf")])
+def test_a_result_that_is_not_finite_stops_before_anything_is_updated(make, kind, quantity, max_grad_norm):
+    trainer = make(max_grad_norm=max_grad_norm, save_strategy="steps", save_steps=1)
+    recorder = Recorder()
+    trainer.add_callback(recorder)
+    trainer.backend.poison = {3: kind}
+    with pytest.raises(NonFiniteResultError, match=f"Update 3: {quantity}"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    kept = {name: p.detach() for name, p in trainer.backend.model.factors.items()}
+    assert_equal_adapters(kept, recorder.adapters[-1])
+    folders = sorted(p.name for p in Path(trainer.args.output_dir).iterdir())
+    assert folders == ["checkpoint-1", "checkpoint-2"]
+
+
+@pytest.mark.parametrize("kind", ["loss", "grad"])
+def test_skip_leaves_the_update_out_and_says_so(make, kind):
+    recorder = Recorder()
+    trainer = make(on_nonfinite="skip", callbacks=[recorder], max_steps=4)
+    trainer.backend.poison = {2: kind}
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert_equal_adapters(recorder.adapters[0], recorder.adapters[1])
+    assert not torch.equal(recorder.adapters[1]["q_proj_B"], recorder.adapters[2]["q_proj_B"])
+    assert recorder.rates[2] == recorder.rates[1], "a skipped update consumes no learning rate"
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line.get("skipped_updates") for line in lines] == [None, 1, 1, 1]
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert all(torch.isfinite(value).all() for value in adapter(trainer).values())
+
+
+def test_adapters_without_a_gradient_are_listed(make):
+    backend = FakeBackend()
+    run_step = backend.run_step
+
+    def without_v(batch):
+        result = run_step(batch)
+        backend.parameters[f"{PREFIX}v_proj.lora_B.weight"].grad.zero_()
+        backend.parameters[f"{PREFIX}q_proj.lora_A.weight"].grad = None
+        return result
+
+    backend.run_step = without_v
+    trainer = make(backend=backend)
+    before = adapter(trainer)
+    with pytest.raises(BackendError, match="2 of 4 adapter factors") as error:
+        trainer.train()
+    assert "v_proj.lora_B" in str(error.value)
+    assert "q_proj.lora_A" in str(error.value)
+    assert "v_proj.lora_A" not in str(error.value)
+    assert_equal_adapters(before, adapter(trainer))
+
+
+# evaluation
+
+
+def oracle_loss(backend, rows) -> float:
+    """Return the mean loss over all learned tokens, one example at a time."""
+    total, count = 0.0, 0
+    for row in rows:
+        logits = backend.model(torch.tensor(row["input_ids"][:-1])).double()
+        labels = torch.tensor(row["labels"][1:])
+        total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).detach())
+        count += int((labels != -100).sum())
+    return total / count
+
+
+@pytest.mark.parametrize("options", [{}, {"packing_strategy": "ffd"}, {"packed_sequence_length": 100}])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_eval_loss_is_per_token_of_the_whole_set(make, options, batch_size):
+    rows = token_rows(7)
+    trainer = make(eval_dataset=rows, per_device_eval_batch_size=batch_size, **options)
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(oracle_loss(trainer.backend, rows), rel=1e-6)
+    assert {"eval_mean_token_accuracy", "eval_entropy", "eval_runtime"} <= metrics.keys()
+
+
+def test_several_eval_sets_and_another_one(make):
+    one, two, three = token_rows(3), token_rows(5), token_rows(6)
+    trainer = make(eval_dataset={"one": one, "two": two}, eval_strategy="steps", eval_steps=2, max_steps=2)
+    trainer.train()
+    last = {name: value for line in trainer.state.log_history for name, value in line.items()}
+    assert last["eval_one_loss"] == pytest.approx(oracle_loss(trainer.backend, one), rel=1e-6)
+    assert last["eval_two_loss"] == pytest.approx(oracle_loss(trainer.backend, two), rel=1e-6)
+    assert trainer.evaluate(three)["eval_loss"] == pytest.approx(oracle_loss(trainer.backend, three), rel=1e-6)
+
+
+def test_a_nan_in_evaluation_is_reported_not_hidden(make):
+    trainer = make(eval_dataset=token_rows(4), per_device_eval_batch_size=2)
+    eval_step, calls = trainer.backend.eval_step, []
+    trainer.backend.eval_step = lambda batch: (
+        calls.append(1)
+        or (eval_step(batch) if len(calls) > 1 else dataclasses.replace(eval_step(batch), loss=math.nan))
+    )
+    assert math.isnan(trainer.evaluate()["eval_loss"])
+
+
+# saving and resuming
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rows": 10, "gradient_accumulation_steps": 1},
+        {"rows": 4, "gradient_accumulation_steps": 1},
+        {"rows": 10, "gradient_accumulation_steps": 2, "optim": "sgd", "optim_args": "momentum=0.9"},
+        {"rows": 10, "lr_scheduler_type": "cosine", "warmup_steps": 1, "dataloader_num_workers": 1},
+    ],
+    ids=["mid-epoch", "epoch boundary", "accumulation and momentum", "cosine, worker"],
+)
+def test_resuming_is_bit_equal_to_no_interruption(make, tmp_path, options):
+    whole = make(max_steps=4, **options)
+    whole.train()
+    first = make(max_steps=4, save_strategy="steps", save_steps=2, **options)
+    first.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    resumed = make(max_steps=4, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(resumed.backend.calls) == 2
+    assert_equal_adapters(adapter(whole), adapter(resumed))
+    moments = [t.backend.optimizer_state(t.optimizer.optimizer) for t in (whole, resumed)]
+    assert moments[0].keys() == moments[1].keys()
+    assert moments[0], "an optimizer without state would show nothing"
+    assert all(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
+    assert whole.state.num_input_tokens_seen == resumed.state.num_input_tokens_seen
+    assert [examples_of(b) for b in whole.backend.calls[2:]] == [examples_of(b) for b in resumed.backend.calls]
+
+
+def test_a_checkpoint_holds_everything_under_peft_names(make, tmp_path):
+    trainer = make(save_strategy="steps", save_steps=1, save_total_limit=2)
+    trainer.train()
+    run = tmp_path / "run"
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    files = {p.name for p in (run / "checkpoint-4").iterdir()}
+    expected = {"adapter_model.safetensors", "adapter_config.json", "scheduler.pt", "rng_state.pth"}
+    assert expected | {"trainer_state.json", "tokenizer.json"} <= files
+    assert "model.safetensors" not in files
+
+
+def test_a_failure_while_saving_leaves_no_half_checkpoint(make, tmp_path, monkeypatch):
+    trainer = make(save_strategy="steps", save_steps=2)
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    trainer.add_callback(Recorder())
+    monkeypatch.setattr(saving.torch, "save", fail)
+    with pytest.raises(ExportError, match="disk full"):
+        trainer.train()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_training_again_into_the_same_folder_replaces_its_checkpoints(make, tmp_path):
+    make(save_strategy="steps", save_steps=2, max_steps=2).train()
+    second = make(save_strategy="steps", save_steps=2, max_steps=2, learning_rate=0.1)
+    second.train()
+    continued = make(max_steps=3)
+    continued.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert continued.state.global_step == 3
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-2"]
+
+
+def test_the_best_adapter_is_loaded_at_the_end(make, tmp_path):
+    rows = token_rows(4)
+    trainer = make(
+        rows=rows, eval_dataset=rows, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, max_steps=4, learning_rate=30.0, optim="sgd", max_grad_norm=1.0,
+    )  # fmt: skip
+    recorder = Recorder()
+    trainer.add_callback(recorder)
+    trainer.train()
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    best = int(np.argmin(losses))
+    assert best < 3, "the last update must not be the best, or nothing is shown"
+    kept = {name: p.detach() for name, p in trainer.backend.model.factors.items()}
+    assert_equal_adapters(kept, recorder.adapters[best])
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / f"checkpoint-{best + 1}")
+
+
+def test_a_checkpoint_without_optimizer_cannot_be_resumed_but_begins_a_new_run(make, tmp_path, tiny_tokenizer):
+    first = make(save_strategy="steps", save_steps=2, max_steps=2, save_only_model=True)
+    first.train()
+    folder = tmp_path / "run" / "checkpoint-2"
+    with pytest.raises(ExportError, match="save_only_model=True"):
+        make(max_steps=3).train(resume_from_checkpoint=str(folder))
+    again = FakeTrainer(str(folder), first.args, processing_class=tiny_tokenizer)
+    assert_equal_adapters(adapter(again), adapter(first))
+    assert again.backend.base_model_name == "fake"
+    with pytest.raises(ConfigError, match="leave peft_config out"):
+        FakeTrainer(str(folder), first.args, peft_config=LoraConfig(**LORA))
+
+
+def test_resuming_with_another_scaling_is_refused(make, tmp_path, tiny_tokenizer):
+    first = make(save_strategy="steps", save_steps=2, max_steps=2)
+    first.train()
+    other = FakeTrainer(
+        "fake",
+        first.args,
+        train_dataset=token_rows(4),
+        processing_class=tiny_tokenizer,
+        peft_config=LoraConfig(**(LORA | {"lora_alpha": 8})),
+    )
+    with pytest.raises(ConfigError, match=r"alpha=8.*was trained with .*alpha=4"):
+        other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+
+
+def test_save_model_writes_an_adapter_and_refuses_one_that_is_not_finite(make, tmp_path):
+    trainer = make()
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= {p.name for p in (tmp_path / "adapter").iterdir()}
+    with torch.no_grad():
+        trainer.backend.parameters[f"{PREFIX}q_proj.lora_B.weight"][0, 0] = math.nan
+    with pytest.raises(NonFiniteResultError, match=r"q_proj\.lora_B"):
+        trainer.save_model(str(tmp_path / "poisoned"))
+    assert not (tmp_path / "poisoned" / "adapter_model.safetensors").exists()
+
+
+# arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"compute_metrics": len}, ConfigError, "compute_metrics is not supported"),
+        ({"compute_loss_func": len}, ConfigError, "compute_loss_func is not supported"),
+        ({"preprocess_logits_for_metrics": len}, ConfigError, "preprocess_logits_for_metrics is not"),
+        ({"quantization_config": {}}, ConfigError, "quantization_config is not supported"),
+        ({"formatting_func": len}, ConfigError, "formatting_func is not supported"),
+        ({"model_init": len}, ConfigError, "model_init is not supported"),
+        ({"packing": True}, ConfigError, "packing is a TRL argument"),
+        ({"max_seq_length": 10}, ConfigError, "max_seq_length is a TRL argument .*packed_sequence_length"),
+        ({"tokenizer": None}, ConfigError, "tokenizer is a TRL argument .*processing_class"),
+        ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
+        ({"data_collator": list}, ConfigError, "must be a PrefixTreeCollator"),
+        ({"peft_config": None}, ConfigError, "must be a peft.LoraConfig"),
+        ({"peft_config": LoraConfig(r=4, use_dora=True)}, ConfigError, "use_dora"),
+        ({"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {})}, ConfigError, "Adafactor.*not supported"),
+        ({"model": torch.nn.Linear(1, 1)}, ConfigError, "model is a Linear"),
+        ({"train_dataset": 3}, ConfigError, "int"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(tmp_path, tiny_tokenizer, options, error, message):
+    arguments = {
+        "model": "fake",
+        "args": MegaPackConfig(output_dir=str(tmp_path), use_cpu=True),
+        "processing_class": tiny_tokenizer,
+        "peft_config": LoraConfig(**LORA),
+    }
+    with pytest.raises(error, match=message):
+        FakeTrainer(**(arguments | options))
+
+
+def test_plain_training_arguments_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="build a MegaPackConfig"):
+        FakeTrainer("fake", TrainingArguments(output_dir=str(tmp_path), use_cpu=True), peft_config=LoraConfig(**LORA))
+
+
+@pytest.mark.parametrize("name", ["predict", "hyperparameter_search", "push_to_hub"])
+def test_methods_that_cannot_be_honoured_are_refused(make, name):
+    with pytest.raises(ConfigError, match=rf"{name}\(\) is not supported"):
+        getattr(make(), name)()
+
+
+def test_a_world_that_differs_from_the_environment_is_refused(make, monkeypatch):
+    trainer = make()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 .*1 processes"):
+        FakeTrainer("fake", trainer.args, peft_config=LoraConfig(**LORA))
+
+
+def test_a_given_optimizer_must_hold_the_adapter(make, tmp_path, tiny_tokenizer):
+    backend = FakeBackend()
+    mine = torch.optim.SGD(backend.parameters.values(), lr=0.5)
+    arguments = {
+        "args": MegaPackConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, dataloader_num_workers=0),
+        "train_dataset": token_rows(8),
+        "processing_class": tiny_tokenizer,
+        "peft_config": LoraConfig(**LORA),
+    }
+    trainer_class = type("WithBackend", (FakeTrainer,), {"given_backend": backend})
+    trainer = trainer_class("fake", optimizers=(mine, None), **arguments)
+    trainer.train()
+    assert trainer.optimizer.optimizer is mine
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    with pytest.raises(ConfigError, match="holds 1 tensors, of which 0"):
+        trainer_class("fake", optimizers=(stranger, None), **arguments)
+    scheduled = trainer_class("fake", optimizer_cls_and_kwargs=(torch.optim.NAdam, {"lr": 0.1}), **arguments)
+    scheduled.train()
+    assert isinstance(scheduled.optimizer.optimizer, torch.optim.NAdam)
+
+
+def test_a_given_collator_is_used(make, tmp_path, tiny_tokenizer):
+    trainer = FakeTrainer(
+        LlamaConfig(),
+        MegaPackConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, dataloader_num_workers=0),
+        PrefixTreeCollator(packed_sequence_length=90, packing_strategy="ffd"),
+        token_rows(8),
+        processing_class=tiny_tokenizer,
+        peft_config=LoraConfig(**LORA),
+    )
+    trainer.train()
+    assert len(trainer.backend.calls[0].rows) == 8
