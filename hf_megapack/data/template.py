@@ -37,6 +37,7 @@ class ChatTemplate:
         self.has_tags = _GENERATION_TAG.search(text) is not None
         self._special_tokens = special_tokens
         self._end_tokens = tuple(sorted(end_tokens))
+        self._end_token = re.compile("|".join(map(re.escape, self._end_tokens)) or "(?!)")
         self.name = name
 
     def render(self, conversation: Conversation, row: int, *, stop: int | None = None, prompt: bool = False) -> str:
@@ -134,7 +135,7 @@ class ChatTemplate:
         inside = [[tag for tag in tags if low <= tag[0] and tag[1] <= high] for low, high in bounds]
         if sum(map(len, inside)) != len(tags):
             raise ConfigError(f"generation tags in the chat template of {self.name} reach outside assistant turns")
-        if inside[0] and not any(token in text[slice(*inside[0][-1])] for token in self._end_tokens):
+        if inside[0] and not self._end_token.search(text[slice(*inside[0][-1])]):
             return (
                 f"the chat template of {self.name} ends a turn outside its generation tags: the end-of-turn token is "
                 f"not learned, so the model may not stop"
@@ -191,7 +192,7 @@ class ChatTemplate:
         """Return the render and the tagged spans of each assistant turn, proved to lie inside their turns."""
         text, tags = self._render(conversation, row, None, False)
         turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if len(tags) == len(turns) and _spans_hold_their_turns(text, tags, conversation.messages):
+        if len(tags) == len(turns) and _spans_hold_their_turns(text, tags, conversation.messages, self._end_token):
             return text, {turn: [tag] for turn, tag in zip(turns, tags, strict=True)}
         spans: dict[int, list[Span]] = {}
         placed = 0
@@ -257,14 +258,27 @@ class ChatTemplate:
         return template if is_single_turn else f'use assistant_mask="each", or {template}'
 
 
-def _spans_hold_their_turns(text: str, spans: list[Span], messages: list[dict[str, Any]]) -> bool:
-    """Tell whether each assistant text lies in its span and every other text outside of all, in message order."""
+def _spans_hold_their_turns(
+    text: str, spans: list[Span], messages: list[dict[str, Any]], end_token: re.Pattern[str]
+) -> bool:
+    """Tell whether each assistant text lies in a span of its own and every other text outside of all, in order.
+
+    False means only that this quick look cannot tell.
+    """
     cursor, used = 0, 0
     for message in messages:
         content = message["content"].strip()
         if message["role"] == "assistant":
             start, end = spans[used]
-            if start < cursor or end > len(text) or content not in text[start:end]:
+            found = text.find(content, start, end)
+            if start < cursor or end > len(text) or found < 0:
+                return False
+            head, tail = text[start:found], text[found + len(content) : end]
+            heads, tails = list(end_token.finditer(head)), list(end_token.finditer(tail))
+            before = head[: heads[0].start()] if heads else ""
+            after = tail[tails[-1].end() :] if tails else "" if "tool_calls" in message else tail
+            # A second control token, or text beyond the one there is, may be the border of another turn.
+            if len(heads) > 1 or len(tails) > 1 or before.strip() or after.strip():
                 return False
             cursor, used = end, used + 1
         else:

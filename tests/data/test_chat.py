@@ -370,22 +370,24 @@ def test_template_that_raises_names_row_and_turn():
         tokenize([{"messages": [user("a"), assistant("b")]}, row], load_tokenizer("mistral_nemo"))
 
 
-@pytest.mark.parametrize("overrun", [(0, 12), (0, 40), (-30, 0)])
-def test_library_spans_that_overrun_a_turn_are_caught(monkeypatch, overrun):
-    """Transformers has returned such spans; a learned user token must never come of it."""
+@pytest.mark.parametrize("overrun", [(0, 12), (0, 40), (-29, 0), (-33, 0), (-40, 0)])
+@pytest.mark.parametrize("mask", ["all", "last", "each"])
+def test_library_spans_that_overrun_a_turn_are_caught(monkeypatch, overrun, mask):
+    """The library has returned such spans; a learned token of another turn must never come of it."""
     original = template_module.render_jinja_template
 
     def stretched(**arguments):
         texts, spans = original(**arguments)
-        if not arguments["return_assistant_tokens_mask"]:
-            return texts, spans
         before, after = overrun
         return texts, [[(max(start + before, 0), end + after) for start, end in spans[0][:1]] + spans[0][1:]]
 
-    tokenizer = load_tokenizer()
+    transform = ChatTransform(load_tokenizer(), assistant_mask=mask)
     monkeypatch.setattr(template_module, "render_jinja_template", stretched)
-    with pytest.raises((DataError, ConfigError), match=r"outside assistant turns|reach outside"):
-        tokenize([{"messages": [user("Hi"), assistant("Hello."), user("Yes?"), assistant("No.")]}], tokenizer)
+    messages = [user("Hi"), assistant("Hello."), user("Yes?"), assistant("No.")]
+    with pytest.raises(DataError, match=r"row 0.*(outside|nothing of)"):
+        list(transform.tokenize([{"messages": messages}], [0], format_name="messages"))
+    with pytest.raises(ConfigError, match="reach outside assistant turns"):
+        ChatTransform(load_tokenizer())
 
 
 def test_tags_around_a_user_turn_are_refused_at_once():
@@ -520,13 +522,15 @@ def test_map_with_the_bare_transform_gives_only_the_contract_columns(caplog):
 
 
 def test_offsets_with_trimmed_whitespace_give_the_same_mask():
-    """Tokenizers of the GPT-2 kind leave leading whitespace out of their offsets, so a lone newline has no width."""
+    """Tokenizers of the GPT-2 kind leave leading spaces out of their offsets, so a lone space has no width."""
     plain, trimmed = load_tokenizer(), load_tokenizer()
     trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    rows = [{"messages": messages} for messages in [*PLAIN_SHAPES.values(), *FREE_SHAPES.values()]]
-    for left, right in zip(tokenize(rows, plain), tokenize(rows, trimmed), strict=True):
-        assert left["input_ids"].tolist() == right["input_ids"].tolist()
-        assert left["loss_mask"].tolist() == right["loss_mask"].tolist()
+    chats = [{"messages": messages} for messages in [*PLAIN_SHAPES.values(), *FREE_SHAPES.values()]]
+    pairs = [{"prompt": "one  ", "completion": "  two  "}, {"prompt": "one", "completion": "   "}]
+    for rows in (chats, pairs):
+        for left, right in zip(tokenize(rows, plain), tokenize(rows, trimmed), strict=True):
+            assert left["input_ids"].tolist() == right["input_ids"].tolist()
+            assert left["loss_mask"].tolist() == right["loss_mask"].tolist()
 
 
 TEXT = st.text(st.sampled_from("ab \n\u00e9\u9f98\U0001f9ec<>|{}\"'"), max_size=12)
