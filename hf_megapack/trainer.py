@@ -109,7 +109,8 @@ class MegaPackTrainer(Trainer):
         self._meter = UpdateMeter()
         self._sharing_told = self._adapters_checked = False
         super().__init__(
-            self.backend.model,
+            # Inside a plain container: the HF Trainer would take Megatron's own `config` for one of transformers.
+            torch.nn.ModuleList([self.backend.model]),
             args,
             data_collator or build_collator(processing_class, args, self.backend.data_parallel_size),
             train_dataset,

@@ -56,7 +56,7 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Keep the adapter."""
-        self.adapters.append({name: p.detach().clone() for name, p in model.factors.items()})
+        self.adapters.append({name: p.detach().clone() for name, p in model[0].factors.items()})
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ class FakeModel(torch.nn.Module):
 
     def __init__(self, seed: int):
         super().__init__()
+        self.config = object()  # Megatron's models have one too, and it is not one of transformers
         generator = torch.Generator().manual_seed(seed)
         table = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator)
         self.table = torch.nn.Parameter(table, requires_grad=False)

@@ -1,0 +1,149 @@
+"""Two processes: rank 0's values and errors reach both, and a trainer does the same on both."""
+
+import math
+import os
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from peft import LoraConfig
+
+from hf_megapack.config import MegaPackConfig
+from hf_megapack.errors import BackendError, DataError, NonFiniteResultError
+from hf_megapack.ranks import all_agree, from_rank_zero, is_alone
+from hf_megapack.trainer import MegaPackTrainer
+from tests.helpers.assets import load_tokenizer
+from tests.helpers.fake_backend import FakeBackend
+
+CPU = torch.device("cpu")
+
+
+def share(make):
+    """Share text."""
+    return from_rank_zero(make, encode=str.encode, decode=bytes.decode, device=CPU)
+
+
+def fail(error):
+    """Raise from an expression."""
+    raise error
+
+
+def rows() -> list[dict]:
+    """Return eight ready examples with one prompt."""
+    prompt = list(range(100, 170))
+    return [
+        {"input_ids": [*prompt, 1000 + i, 2000 + i], "labels": [-100] * 70 + [1000 + i, 2000 + i]} for i in range(8)
+    ]
+
+
+class RankTrainer(MegaPackTrainer):
+    """The real trainer with a fake backend on every rank."""
+
+    def _build_backend(self, model, args):
+        return FakeBackend(model, args, self.peft_config)
+
+
+def check_sharing(rank: int) -> None:
+    """Values, None and errors of rank 0; rank 1's own functions are never called."""
+    assert not is_alone()
+    assert share(lambda: "from zero" if rank == 0 else fail(AssertionError())) == "from zero"
+    assert share(lambda: "") == ""
+    assert share(lambda: None) is None
+    with pytest.raises(DataError, match="row 3 is bad"):
+        share(lambda: fail(DataError("row 3 is bad")))
+    with pytest.raises(OSError if rank == 0 else BackendError, match="disk full"):
+        share(lambda: fail(OSError("disk full")))
+    assert [all_agree(good, CPU) for good in (True, rank == 0, rank == 1)] == [True, False, False]
+
+
+def build(folder: str, **options) -> RankTrainer:
+    """Return a trainer of this rank."""
+    defaults = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 0.05, "disable_tqdm": True}
+    defaults["dataloader_num_workers"] = 0
+    return RankTrainer(
+        "fake",
+        MegaPackConfig(output_dir=folder, use_cpu=True, save_strategy="steps", save_steps=2, **(defaults | options)),
+        train_dataset=rows(),
+        eval_dataset=rows()[:3],
+        processing_class=load_tokenizer(),
+        peft_config=LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"]),
+    )
+
+
+def check_training(rank: int, folder: str) -> None:
+    """Both ranks see the same batches and end with the same adapter; rank 0 alone reads and writes."""
+    trainer = build(folder)
+    assert isinstance(trainer.train_dataset, range) == (rank == 1)
+    trainer.train()
+    assert [batch.num_examples for batch in trainer.backend.calls] == [2, 2, 2, 2]
+    mine = torch.cat([p.detach().flatten() for p in trainer.backend.parameters.values()])
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine)
+    assert torch.equal(both[0], both[1])
+    assert mine.abs().sum() > 0
+    losses = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(losses, torch.tensor([trainer.evaluate()["eval_loss"]]))
+    assert torch.equal(losses[0], losses[1])
+    resumed = build(folder)
+    resumed.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+    again = torch.cat([p.detach().flatten() for p in resumed.backend.parameters.values()])
+    assert torch.equal(mine, again)
+
+
+def check_failures(rank: int, folder: str) -> None:
+    """What only one rank finds stops both."""
+    trainer = build(folder, max_steps=3)
+    if rank == 1:
+        trainer.backend.poison = {2: "grad"}
+    with pytest.raises(NonFiniteResultError, match="Update 2: " + ("another rank" if rank == 0 else "gradient norm")):
+        trainer.train()
+    trainer = build(folder, max_steps=3)
+    trainer.data_collator = lambda examples: fail(DataError("this update cannot be packed"))
+    with pytest.raises(DataError, match="this update cannot be packed"):
+        trainer.train()
+    with torch.no_grad():
+        next(iter(trainer.backend.parameters.values()))[0, 0] = math.nan
+    with pytest.raises(NonFiniteResultError):
+        trainer.save_model(folder + "/poisoned")
+
+
+def run_rank(rank: int, port: int, folder: str) -> None:
+    """Be one of two processes, as torchrun starts them."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        MegaPackConfig(output_dir=folder, use_cpu=True)
+        check_sharing(rank)
+        check_training(rank, f"{folder}/run")
+        check_failures(rank, f"{folder}/failures")
+        Path(folder, f"done-{rank}").touch()
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_ranks_share_train_resume_and_fail_together(free_port, tmp_path):
+    torch.multiprocessing.spawn(run_rank, (free_port, str(tmp_path)), nprocs=2)
+    assert sorted(p.name for p in tmp_path.glob("done-*")) == ["done-0", "done-1"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_alone_a_value_is_handed_over_as_it_is():
+    value = object()
+    assert from_rank_zero(lambda: value, encode=fail, decode=fail, device=CPU) is value
+    with pytest.raises(OSError, match="disk full"):
+        share(lambda: fail(OSError("disk full")))
+    assert all_agree(True, CPU)
+    assert not all_agree(False, CPU)
