@@ -156,8 +156,8 @@ def verify_with_peft(directory: str | os.PathLike[str], base_model: PreTrainedMo
         }
     finally:
         model.unload()
-        # unload leaves this mark, which makes peft warn about a second adapter that is none.
-        del base_model.peft_config
+        # peft 0.20 leaves this mark, and warns about a second adapter when it meets it; delete with 0.20.
+        base_model.__dict__.pop("peft_config", None)
     problems = {
         "in the file only": sorted(expected.keys() - found.keys()),
         "in the loaded model only": sorted(found.keys() - expected.keys()),
