@@ -149,7 +149,7 @@ def to_buffer(batch: PackedBatch) -> np.ndarray:
     buffer[_HEADER.size : counts_end].view(np.int64)[:] = counts
     np.concatenate([array.ravel() for array in arrays], out=buffer[counts_end:].view(np.int32))
     payload = buffer[_HEADER.size :]
-    header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(payload), payload.size)
+    header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(payload.data), payload.size)
     buffer[: _HEADER.size] = np.frombuffer(header, dtype=np.uint8)
     return buffer
 
@@ -177,7 +177,7 @@ def from_buffer(buffer: np.ndarray) -> PackedBatch:
             "run the same hf_megapack on every rank"
         )
     payload = buffer[_HEADER.size :]
-    if payload.size != size or zlib.crc32(payload) != checksum:
+    if payload.size != size or zlib.crc32(payload.data) != checksum:
         raise BackendError(f"a packed batch of {size} bytes arrived damaged ({payload.size} bytes)")
     counts = payload[: 8 * _NUM_BATCH_COUNTS].view(np.int64).tolist()
     *totals, data_parallel_size, num_microbatches, num_rows = counts

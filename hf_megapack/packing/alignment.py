@@ -139,6 +139,14 @@ NO_ALIGNMENT = Alignment()
 def _fp8_multiple(fp8: str, tensor_parallel_size: int, context_parallel_size: int) -> int:
     """Return the slots that FP8 tiles need over all ranks of a row.
 
+    Args:
+        fp8: FP8 recipe.
+        tensor_parallel_size: Ranks that share each linear layer.
+        context_parallel_size: Ranks that share each row.
+
+    Returns:
+        A multiple for the whole row.
+
     Raises:
         ConfigError: If the recipe is unresolved: another machine could resolve it to another grid.
     """

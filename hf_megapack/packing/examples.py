@@ -85,9 +85,11 @@ def _read_example(index: int, example: Mapping[str, Any]) -> tuple[np.ndarray, n
         at = int(np.flatnonzero((ids < 0) | (ids >= 2**31))[0])
         raise DataError(f"example {index}: token {ids[at]} at {at} is not a vocabulary index")
     learned = mask.astype(bool)
-    if mask.dtype != bool and not (learned == mask).all():
-        at = int(np.flatnonzero(learned != mask)[0])
-        raise DataError(f"example {index}: loss_mask is {mask[at]} at {at}; it must be 0 or 1")
+    if mask.dtype != bool and (mask.min() < 0 or mask.max() > 1 or mask.dtype.kind not in "iu"):
+        wrong = np.flatnonzero(learned != mask)
+        if wrong.size:
+            at = int(wrong[0])
+            raise DataError(f"example {index}: loss_mask is {mask[at]} at {at}; it must be 0 or 1")
     size = ids.size
     if "attention_mask" in example:
         attended = np.asarray(example["attention_mask"])

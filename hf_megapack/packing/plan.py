@@ -61,7 +61,6 @@ def plan_update(
         saves time.
 
     Raises:
-        ConfigError: If the strategy is unknown.
         DataError: If an example is longer than a row.
     """
     capacity = alignment.capacity(packed_sequence_length)

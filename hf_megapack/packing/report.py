@@ -96,9 +96,6 @@ def estimate_sharing(
 
     Returns:
         The ratio in the given order, and in the order that puts equal prefixes next to each other.
-
-    Raises:
-        DataError: As for packing these examples.
     """
     by_prefix, _ = sort_examples(gather_examples(examples))
 

@@ -105,6 +105,12 @@ def _segment_table(forest: Forest, slot_start: np.ndarray, slot_end: np.ndarray)
 def num_visible_pairs(subtree_end: np.ndarray) -> int:
     """Return how many (query, key) pairs of slots attention computes.
 
+    Args:
+        subtree_end: As in `PackedRow`. Integers, shape (num_slots,).
+
+    Returns:
+        The sum of `subtree_end[j] - j`.
+
     Example:
         >>> num_visible_pairs(np.array([4, 3, 3, 4]))
         8
