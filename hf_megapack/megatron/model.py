@@ -7,6 +7,7 @@ layer (`_preprocess`) and what is made of the last hidden state (`_postprocess`)
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -160,13 +161,12 @@ def build_model(
     """
     if config.vocab_size % layout.tensor_size:
         raise ConfigError(f"vocab_size {config.vocab_size} is not a multiple of {layout.tensor_size} tensor ranks.")
-    megatron_config = transformer_config(config, family, dtype=dtype, recompute=recompute, initialize=folder is None)
     spec = get_gpt_layer_local_spec(qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = TreeAttention
     frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
-    with host_device(), _without_deprecation_notice():
+    with host_device(), _without_notices():
         model = TreeGPTModel(
-            config=megatron_config,
+            config=transformer_config(config, family, dtype=dtype, recompute=recompute, initialize=folder is None),
             transformer_layer_spec=spec,
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_position_embeddings,
@@ -192,13 +192,17 @@ def build_model(
 
 
 @contextlib.contextmanager
-def _without_deprecation_notice() -> Iterator[None]:
+def _without_notices() -> Iterator[None]:
+    """Drop what Megatron-Core says about its own choices, which a user can do nothing about."""
     # megatron-core 0.19 logs that HybridModel replaces GPTModel; attention models need GPTModel until 0.16 is dropped.
     logger = logging.getLogger(GPTModel.__module__)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            # megatron-core 0.16.1 deprecates its own defaults (cuda_graph_scope, an MLP without ffn_hidden_size).
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logger.setLevel(level)
 

@@ -50,9 +50,7 @@ def merge_shards(contributions: Iterable[Mapping[str, Shard]], tensor_size: int)
         shards = sorted(pieces[key], key=lambda shard: shard.tensor_rank)
         ranks = [shard.tensor_rank for shard in shards]
         if ranks != list(range(tensor_size)):
-            raise ExportError(
-                f"{key} came from tensor ranks {ranks}; each of the {tensor_size} sends it once."
-            )
+            raise ExportError(f"{key} came from tensor ranks {ranks}; each of the {tensor_size} sends it once.")
         first = shards[0]
         if any(s.split_dim != first.split_dim or s.tensor.shape != first.tensor.shape for s in shards):
             raise ExportError(f"The ranks' shards of {key} differ in shape: {[tuple(s.tensor.shape) for s in shards]}.")

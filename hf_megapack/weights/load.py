@@ -38,8 +38,8 @@ def checkpoint_folder(model: str) -> Path:
     if not (folder / INDEX_FILE).exists() and not (folder / SINGLE_FILE).exists():
         found = sorted(path.name for path in folder.iterdir())[:20]
         raise ConfigError(
-            f"{model} holds neither {SINGLE_FILE} nor {INDEX_FILE} (found: {', '.join(found) or 'nothing'}). Weights are read "
-            "from safetensors only: load the model with transformers and save it again with save_pretrained."
+            f"{model} holds neither {SINGLE_FILE} nor {INDEX_FILE} (found: {', '.join(found) or 'nothing'}). Weights "
+            "are read from safetensors only: load the model with transformers and save it again with save_pretrained."
         )
     return folder
 
@@ -156,7 +156,7 @@ def read_parameter(
     return torch.cat(shards) if rule.fusion == "stacked" else shards[0]
 
 
-def load_parameters(
+def load_parameters(  # noqa: PLR0913 (what is there, what is wanted, and which part of it)
     folder: Path,
     rules: Iterable[WeightRule],
     parameters: Mapping[str, torch.nn.Parameter],

@@ -1,5 +1,6 @@
 """The oracle: a transformers model with peft, one unpacked example at a time."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def save_random_model(name: str, folder: Path, *, shard_size: str = "5GB", seed:
 def load_reference(folder: Path, peft_config: LoraConfig, state: Mapping[str, torch.Tensor] | None) -> PeftModel:
     """Return transformers + peft on a saved model, in float32, with the factors of `state` if given."""
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model = get_peft_model(base, peft_config)
+    # peft writes the base model into the config that it is given.
+    model = get_peft_model(base, copy.deepcopy(peft_config))
     if state is not None:
         with torch.no_grad():
             factors = peft_factors(model)

@@ -66,9 +66,7 @@ def test_host_attention_equals_its_twin_in_values_and_gradients(num_slots, windo
 
 def test_a_slot_sees_its_ancestors_and_itself_only():
     """Prefix of 3 slots, children of 2 and 1: row sums 1, 2, 3, 4, 5, 4."""
-    row = TreeParams(
-        position_ids=torch.tensor([0, 1, 2, 3, 4, 3]), subtree_end=torch.tensor([6, 6, 6, 5, 5, 6])
-    )
+    row = TreeParams(position_ids=torch.tensor([0, 1, 2, 3, 4, 3]), subtree_end=torch.tensor([6, 6, 6, 5, 5, 6]))
     slots = torch.arange(6)
     assert visible(slots, slots, row, None).sum(dim=1).tolist() == [1, 2, 3, 4, 5, 4]
     # The window counts positions of the path: the second child is at position 3, right after the prefix.

@@ -3,8 +3,6 @@
 import inspect
 
 import pytest
-
-import hf_megapack.megatron  # noqa: F401 (quiet first import)
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -15,6 +13,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+import hf_megapack.megatron  # noqa: F401 (the quiet import comes first)
 
 SIGNATURES = [
     (GPTModel.__init__, "config transformer_layer_spec vocab_size max_sequence_length position_embedding_type"),
