@@ -155,7 +155,7 @@ def test_selection_rank_and_scale_agree_with_peft():
     counts = {"agreed": 0, "both refused": 0, "refused here": 0}
     patterns_in_agreement = 0
 
-    @settings(max_examples=120, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=80, deadline=None, derandomize=True, database=None)
     @given(st.sampled_from(sorted(CONFIG_CLASSES)), lora_configs())
     def check(family, config):
         nonlocal patterns_in_agreement
@@ -181,9 +181,9 @@ def test_selection_rank_and_scale_agree_with_peft():
             patterns_in_agreement += bool(config.rank_pattern or config.alpha_pattern)
 
     check()
-    assert counts["agreed"] >= 45, counts
+    assert counts["agreed"] >= 30, counts
     assert patterns_in_agreement >= 15
-    assert min(counts.values()) >= 8, counts
+    assert min(counts.values()) >= 10, counts
 
 
 @pytest.mark.parametrize("family", sorted(CONFIG_CLASSES))
