@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError, DataError
+from .encoding import TextEncoder
 from .formats import FORMATS, Conversation, ReadyTokens, TextPair, read_row, recognise_format
 from .lengths import LengthPolicy, Outcome, log_outcomes
 from .masks import mask_tokens
@@ -121,32 +122,28 @@ class ChatTransform:
                 "overlong": overlong,
             }
         )
-        if self._template is not None and (remark := self._template.verify_tags()):
+        if self._template is not None and (remark := self._template.verify()):
             logger.warning(remark)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._options = {key: value for key, value in state.items() if key != "tokenizer"}
-        self._backend = Tokenizer.from_str(state["tokenizer"])
-        # Truncation and padding are traces of earlier calls of the tokenizer, not part of it.
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self._encoder = TextEncoder(state["tokenizer"])
         self._name = repr(state["tokenizer_name"])
         self._assistant_mask = state["assistant_mask"]
         self._lengths = LengthPolicy(max_length=state["max_length"], overlong=state["overlong"])
         eos = state["special_tokens"].get("eos_token")
-        self._eos_id = None if eos is None else self._backend.token_to_id(eos)
+        self._eos_id = None if eos is None else self._encoder.backend.token_to_id(eos)
         self._template = None
         if state["chat_template"] is not None:
-            added = self._backend.get_added_tokens_decoder().values()
             self._template = ChatTemplate(
                 state["chat_template"],
                 special_tokens=state["special_tokens"],
-                end_tokens=[token.content for token in added if token.special],
+                end_tokens=self._encoder.special_tokens,
                 name=self._name,
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self._options, "tokenizer": self._backend.to_str()}
+        return {**self._options, "tokenizer": self._encoder.backend.to_str()}
 
     def __call__(
         self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], *, report_outcomes: bool = False
@@ -252,10 +249,9 @@ class ChatTransform:
             return
         # One dataset has one format, so drafts of one call all come from a template or all from plain text.
         texts = [draft.text for draft in drafts]
-        encodings = self._backend.encode_batch(texts, add_special_tokens=not drafts[0].is_chat)
-        for draft, encoding in zip(drafts, encodings, strict=True):
-            ids = np.array(encoding.ids, dtype=np.int32)
-            mask = mask_tokens(draft.text, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), draft.spans)
+        encoded = self._encoder.encode(texts, add_special_tokens=not drafts[0].is_chat)
+        for draft, (ids, offsets) in zip(drafts, encoded, strict=True):
+            mask = mask_tokens(draft.text, offsets, draft.spans)
             where = f"row {draft.row}" if draft.turn < 0 else f"row {draft.row}, turn {draft.turn}"
             if not draft.is_chat:
                 ids, mask = self._end_text(ids, mask)

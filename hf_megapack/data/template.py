@@ -27,9 +27,6 @@ class ChatTemplate:
         special_tokens: Variables such as `bos_token` that templates read.
         end_tokens: Texts of the tokenizer's special tokens; one of them ends a turn.
         name: Tokenizer name for error messages.
-
-    Raises:
-        ConfigError: If the template's own generation tags reach outside an assistant turn.
     """
 
     def __init__(self, text: str, *, special_tokens: dict[str, str], end_tokens: Sequence[str], name: str) -> None:
@@ -113,32 +110,32 @@ class ChatTemplate:
         check.run(first=previous[-1] + 1 if previous else 0)
         return text, spans[turn]
 
-    def verify_tags(self) -> str | None:
-        """Try the template's generation tags on a made-up conversation.
+    def verify(self) -> str | None:
+        """Try the template on a made-up conversation.
 
         Returns:
-            A remark when the turn's end token is not inside the tags, so that it is never learned; else None.
+            A remark when no special token ends a learned turn, so that the model may not learn to stop; else None.
 
         Raises:
-            ConfigError: If the tags reach outside an assistant turn.
+            ConfigError: If the template's generation tags reach outside an assistant turn.
         """
-        if not self.has_tags:
-            return None
         roles = ("user", "assistant", "user", "assistant")
         messages = [{"role": role, "content": f"Probe{index}"} for index, role in enumerate(roles)]
         probe = Conversation(messages=messages, tools=None, trained_turns=(1, 3))
         try:
             text, tags = self._render(probe, 0, None, False)
-            bounds = [self._turn_bounds(probe, text, turn, 0) for turn in (1, 3)]
+            if self.has_tags:
+                bounds = [self._turn_bounds(probe, text, turn, 0) for turn in (1, 3)]
+            else:
+                bounds = tags = [self._prefix_span(probe, text, 3, 0)]
         except DataError:
             return None  # The template wants other conversations than this one; its rows are checked one by one.
-        inside = [[tag for tag in tags if low <= tag[0] and tag[1] <= high] for low, high in bounds]
-        if sum(map(len, inside)) != len(tags):
+        if not all(any(low <= start and end <= high for low, high in bounds) for start, end in tags):
             raise ConfigError(f"generation tags in the chat template of {self.name} reach outside assistant turns")
-        if inside[0] and not self._end_token.search(text[slice(*inside[0][-1])]):
+        if tags and not self._end_token.search(text[slice(*tags[-1])]):
             return (
-                f"the chat template of {self.name} ends a turn outside its generation tags: the end-of-turn token is "
-                f"not learned, so the model may not stop"
+                f"no special token of {self.name} ends the assistant turns that its chat template lets the model "
+                f"learn, so the model may not learn to stop"
             )
         return None
 

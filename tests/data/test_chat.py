@@ -16,6 +16,7 @@ from tokenizers import processors
 
 from hf_megapack.data import template as template_module
 from hf_megapack.data.chat import ChatTransform, prepare_dataset
+from hf_megapack.data.encoding import TextEncoder
 from hf_megapack.errors import ConfigError, DataError
 from tests.helpers.assets import load_conversations, load_template, load_tokenizer, template_names
 
@@ -399,15 +400,22 @@ def test_tags_around_a_user_turn_are_refused_at_once():
         ChatTransform(load_tokenizer(), chat_template=tagged_user)
 
 
-def test_end_token_outside_the_tags_is_said_once(caplog):
-    text = load_template("llama3_training").replace(
+def test_turns_without_a_learned_end_token_are_said_once(caplog):
+    tagged = load_template("llama3_training").replace(
         "{{- message['content'] | trim + '<|eot_id|>' }}\n        {%- endgeneration %}",
         "{{- message['content'] | trim }}\n        {%- endgeneration %}{{- '<|eot_id|>' }}",
     )
-    assert text != load_template("llama3_training")
-    transform = ChatTransform(load_tokenizer("llama3_training"), chat_template=text)
-    pickle.loads(pickle.dumps(transform))
-    assert sum("may not stop" in record.getMessage() for record in caplog.records) == 1
+    assert tagged != load_template("llama3_training")
+    untagged = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    for text in (tagged, untagged):
+        caplog.clear()
+        transform = ChatTransform(load_tokenizer("llama3_training"), chat_template=text)
+        pickle.loads(pickle.dumps(transform))
+        assert sum("may not learn to stop" in record.getMessage() for record in caplog.records) == 1
+    caplog.clear()
+    for name in template_names():
+        ChatTransform(load_tokenizer(name))
+    assert not caplog.records
 
 
 def test_every_token_learned_is_an_error_when_there_are_other_turns():
@@ -531,6 +539,24 @@ def test_offsets_with_trimmed_whitespace_give_the_same_mask():
         for left, right in zip(tokenize(rows, plain), tokenize(rows, trimmed), strict=True):
             assert left["input_ids"].tolist() == right["input_ids"].tolist()
             assert left["loss_mask"].tolist() == right["loss_mask"].tolist()
+
+
+PIECES = st.sampled_from(
+    ["<|im_start|>", "<|im_end|>", "<think>", "ab", " ", "\n", "e\u0301", "\U0001f9ec", "<|im_", "x" * 150]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(PIECES, max_size=8), min_size=2, max_size=5), st.lists(PIECES, max_size=4))
+def test_shared_beginnings_are_tokenized_as_if_alone(tails, start):
+    """Neighbouring texts reuse tokens up to their last common control token; ids and offsets must not show it."""
+    encoder = TextEncoder(TOKENIZER.backend_tokenizer.to_str())
+    beginning = "".join(start) + "y" * 200 + "<|im_end|>\n"
+    texts = [beginning + "".join(tail) for tail in tails]
+    for text, (ids, offsets) in zip(texts, encoder.encode(texts, add_special_tokens=False), strict=True):
+        alone = TOKENIZER(text, return_offsets_mapping=True, add_special_tokens=False)
+        assert ids.tolist() == alone["input_ids"]
+        assert offsets.tolist() == [list(pair) for pair in alone["offset_mapping"]]
 
 
 TEXT = st.text(st.sampled_from("ab \n\u00e9\u9f98\U0001f9ec<>|{}\"'"), max_size=12)
