@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from peft import LoraConfig
-from transformers import PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 
 from hf_megapack.arguments import TRAINER_ARGUMENTS
 from hf_megapack.config import MegaPackConfig, refuse_trl_names
@@ -107,6 +107,22 @@ def resolve_adapter(
         )
     check_lora_config(peft_config)
     return model, peft_config, adapter
+
+
+def resolve_tokenizer(
+    model: str | os.PathLike | PretrainedConfig, base_model: str | PretrainedConfig, processing_class: Any
+) -> Any:
+    """Return the tokenizer: the given one, else the one beside the adapter, else the base model's.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if processing_class is not None:
+        return processing_class
+    if isinstance(model, PretrainedConfig):
+        raise ConfigError("A model built from a configuration has no tokenizer: give one as processing_class.")
+    has_own = (Path(model) / "tokenizer_config.json").exists()
+    return AutoTokenizer.from_pretrained(model if has_own else base_model)
 
 
 def check_same_adapter(peft_config: LoraConfig, saved: LoraConfig, keys: Iterable[str], folder: str) -> None:

@@ -244,8 +244,10 @@ def _literals(annotation: Any) -> tuple:
 
 
 def _is_default(value: Any, declared: dataclasses.Field) -> bool:
-    """Whether a value asks for nothing; transformers rewrites some defaults (None to {}, or to its config object)."""
+    """Whether a value asks for nothing; transformers rewrites two defaults (None to its config, or to switches off)."""
     default = declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
     if type(value).__name__ == "AcceleratorConfig":
         value = None if value == type(value)() else value
+    if declared.name == "fsdp_config" and isinstance(value, dict) and not any(value.values()):
+        value = None
     return value == default or (not value and not default)

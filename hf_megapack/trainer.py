@@ -51,7 +51,7 @@ class MegaPackTrainer(Trainer):
         data_collator: A PrefixTreeCollator; None builds one from `args`.
         train_dataset: Rows with messages (and tools), with prompt and completion, or with input_ids and labels.
         eval_dataset: The same, or a dict of several.
-        processing_class: The tokenizer, with its chat template.
+        processing_class: The tokenizer, with its chat template; None takes the one beside the model.
         callbacks: As for the HF Trainer.
         optimizers: As for the HF Trainer; the optimizer must hold exactly the adapter's factors.
         optimizer_cls_and_kwargs: As for the HF Trainer, elementwise optimizers only.
@@ -96,11 +96,12 @@ class MegaPackTrainer(Trainer):
         )
         args = checks.check_args(MegaPackConfig() if args is None else args)
         checks.check_collator_and_optimizer(data_collator, optimizer_cls_and_kwargs)
-        model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
+        base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
+        processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
         train_dataset = prepare_on_rank_zero(train_dataset, processing_class, args)
         eval_dataset = prepare_on_rank_zero(eval_dataset, processing_class, args)
         set_seed(args.seed)
-        self.backend = self._build_backend(model, args)
+        self.backend = self._build_backend(base_model, args)
         if adapter is not None:
             self.backend.load_adapter(adapter)
         if optimizers[0] is not None:

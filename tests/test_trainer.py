@@ -1,6 +1,7 @@
 """MegaPackTrainer around a backend in plain torch: the loop, its totals, its guard, its checkpoints."""
 
 import dataclasses
+import json
 import logging
 import math
 import shutil
@@ -11,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import LlamaConfig, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, LlamaConfig, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from hf_megapack import saving
@@ -217,6 +218,28 @@ def test_a_trainer_trains_again_after_an_error_and_another_follows(make):
     trainer.backend.poison = {}
     assert trainer.train().global_step == 3
     assert make(max_steps=2).train().global_step == 2
+
+
+def test_a_process_without_a_launcher_uses_one_gpu_of_many(make, tmp_path):
+    args = MegaPackConfig(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=3)
+    args._n_gpu = 4
+    trainer = FakeTrainer("fake", args, processing_class=make().processing_class, peft_config=LoraConfig(**LORA))
+    assert (trainer.args.n_gpu, trainer.get_total_train_batch_size(args)) == (1, 3)
+
+
+def test_callbacks_keep_their_state_in_the_checkpoint(make, tmp_path):
+    rows, stop = token_rows(4), EarlyStoppingCallback(early_stopping_patience=1)
+    trainer = make(
+        rows=rows, eval_dataset=rows, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, max_steps=9, learning_rate=30.0, optim="sgd", callbacks=[stop],
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step < 9
+    saved = json.loads(
+        (tmp_path / "run" / f"checkpoint-{trainer.state.global_step}" / "trainer_state.json").read_text()
+    )
+    assert saved["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"] == 1
+    assert saved["best_global_step"] == trainer.state.global_step - 1
 
 
 def test_the_schedule_and_warmup_are_transformers_own(make):
@@ -470,7 +493,8 @@ def test_a_checkpoint_without_optimizer_cannot_be_resumed_but_begins_a_new_run(m
     folder = tmp_path / "run" / "checkpoint-2"
     with pytest.raises(ExportError, match="save_only_model=True"):
         make(max_steps=3).train(resume_from_checkpoint=str(folder))
-    again = FakeTrainer(str(folder), first.args, processing_class=tiny_tokenizer)
+    again = FakeTrainer(str(folder), first.args)
+    assert again.processing_class.chat_template == tiny_tokenizer.chat_template
     assert_equal_adapters(adapter(again), adapter(first))
     assert again.backend.base_model_name == "fake"
     with pytest.raises(ConfigError, match="leave peft_config out"):
@@ -524,6 +548,7 @@ def test_save_model_writes_an_adapter_and_refuses_one_that_is_not_finite(make, t
         ({"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {})}, ConfigError, "Adafactor.*not supported"),
         ({"model": torch.nn.Linear(1, 1)}, ConfigError, "model is a Linear"),
         ({"train_dataset": 3}, ConfigError, "int"),
+        ({"processing_class": None, "model": LlamaConfig()}, ConfigError, "has no tokenizer"),
     ],
 )
 def test_arguments_that_cannot_be_honoured_are_refused_by_name(tmp_path, tiny_tokenizer, options, error, message):
