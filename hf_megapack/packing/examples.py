@@ -56,12 +56,22 @@ def gather_examples(examples: Sequence[Mapping[str, Any]]) -> ExampleSet:
     offsets = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     tokens = np.concatenate([ids for ids, _ in arrays])
-    learned = np.concatenate([mask for _, mask in arrays])
+    mask = np.concatenate([mask for _, mask in arrays])
+    # The bits of all tokens together are negative or too large exactly if one token is.
+    if not 0 <= np.bitwise_or.reduce(tokens) < 2**31:
+        index, at, value = _locate((tokens < 0) | (tokens >= 2**31), tokens, offsets)
+        raise DataError(f"example {index}: token {value} at {at} is not a vocabulary index")
+    learned = mask if mask.dtype == bool else mask.astype(bool)
+    if mask.dtype.kind not in "biu" or np.bitwise_or.reduce(mask) not in (0, 1):
+        wrong = learned != mask
+        if wrong.any():
+            index, at, value = _locate(wrong, mask, offsets)
+            raise DataError(f"example {index}: loss_mask is {value} at {at}; it must be 0 or 1")
     learned[offsets[:-1]] = False
     is_learned = np.zeros_like(learned)
     is_learned[:-1] = learned[1:]
     return ExampleSet(
-        tokens=tokens,
+        tokens=tokens.astype(np.int32, copy=False),
         is_learned=is_learned,
         offsets=offsets,
         lengths=lengths,
@@ -70,42 +80,40 @@ def gather_examples(examples: Sequence[Mapping[str, Any]]) -> ExampleSet:
 
 
 def _read_example(index: int, example: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens (int32) and loss mask (bool) of one example without its padding."""
-    missing = [name for name in ("input_ids", "loss_mask") if name not in example]
-    if missing:
-        raise DataError(f"example {index} has no {' and no '.join(missing)}; its columns are {sorted(example)}")
-    ids, mask = np.asarray(example["input_ids"]), np.asarray(example["loss_mask"])
+    """Return tokens and loss mask of one example without its padding."""
+    try:
+        ids, mask = np.asarray(example["input_ids"]), np.asarray(example["loss_mask"])
+    except KeyError as error:
+        raise DataError(f"example {index} has no {error.args[0]}; its columns are {sorted(example)}") from None
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
         raise DataError(
             f"example {index}: input_ids has shape {ids.shape} and type {ids.dtype}; "
             "it must be a list of at least one integer"
         )
     _check_length(index, "loss_mask", mask, ids)
-    if ids.min() < 0 or ids.max() >= 2**31:
-        at = int(np.flatnonzero((ids < 0) | (ids >= 2**31))[0])
-        raise DataError(f"example {index}: token {ids[at]} at {at} is not a vocabulary index")
-    learned = mask.astype(bool)
-    if mask.dtype != bool and (mask.min() < 0 or mask.max() > 1 or mask.dtype.kind not in "iu"):
-        wrong = np.flatnonzero(learned != mask)
-        if wrong.size:
-            at = int(wrong[0])
-            raise DataError(f"example {index}: loss_mask is {mask[at]} at {at}; it must be 0 or 1")
-    size = ids.size
-    if "attention_mask" in example:
-        attended = np.asarray(example["attention_mask"])
-        _check_length(index, "attention_mask", attended, ids)
-        size = int(np.count_nonzero(attended))
-        if size == 0 or not attended[:size].all():
-            raise DataError(
-                f"example {index}: attention_mask must be ones, then zeros, with at least one 1; "
-                "pad on the right or not at all (packing needs no padding)"
-            )
-    return ids[:size].astype(np.int32), learned[:size]
+    if "attention_mask" not in example:
+        return ids, mask
+    attended = np.asarray(example["attention_mask"])
+    _check_length(index, "attention_mask", attended, ids)
+    size = int(np.count_nonzero(attended))
+    if size == 0 or not attended[:size].all():
+        raise DataError(
+            f"example {index}: attention_mask must be ones, then zeros, with at least one 1; "
+            "pad on the right or not at all (packing needs no padding)"
+        )
+    return ids[:size], mask[:size]
 
 
 def _check_length(index: int, name: str, column: np.ndarray, ids: np.ndarray) -> None:
     if column.shape != ids.shape:
         raise DataError(f"example {index}: {name} has shape {column.shape}, input_ids {ids.shape}; they must agree")
+
+
+def _locate(wrong: np.ndarray, values: np.ndarray, offsets: np.ndarray) -> tuple[int, int, Any]:
+    """Return example, index in the example and value of the first wrong entry."""
+    at = int(np.flatnonzero(wrong)[0])
+    example = int(np.searchsorted(offsets, at, side="right")) - 1
+    return example, at - int(offsets[example]), values[at].item()
 
 
 def _shareable_lengths(is_learned: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ Of several ways to fill the rows it keeps the one whose most loaded rank has lea
 for that rank; with one rank this is the plan that executes least. The choice depends on the examples alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -96,34 +96,28 @@ def _row_cost(row: Forest, alignment: Alignment) -> float:
 def _tree_rows(
     examples: ExampleSet, capacity: int, min_shared_tokens: int, alignment: Alignment, ranks: RankLayout
 ) -> list[Forest]:
-    """Return the rows of the placement whose most loaded rank has least to do."""
+    """Return the rows of the best placement, each with the shorter of its two geometries."""
     forest = build_forest(examples, min_shared_tokens)
     fill_limit = alignment.fill_limit(capacity)
     if forest.num_tokens <= fill_limit and _num_microbatches(1, ranks) == 1:
         return [forest]
-    best: tuple[float, list[Forest]] | None = None
-    for placement in _placements(forest, examples.lengths, fill_limit, ranks):
-        rows = [
-            _tightest_forest(forest, np.sort(bin_), examples.lengths, min_shared_tokens, num_tokens)
-            for bin_, num_tokens in zip(placement.bins, placement.tokens, strict=True)
-        ]
-        costs = [_row_cost(row, alignment) for row in rows]
-        load = heaviest_load(costs, schedule_rows(costs, ranks))
-        if best is None or load < best[0]:
-            best = load, rows
-    assert best is not None
-    return best[1]
+    placement = _best_placement(forest, examples.lengths, fill_limit, ranks)
+    return [
+        _tightest_forest(forest, np.sort(bin_), examples.lengths, min_shared_tokens, num_tokens)
+        for bin_, num_tokens in zip(placement.bins, placement.tokens, strict=True)
+    ]
 
 
-def _placements(forest: Forest, lengths: np.ndarray, fill_limit: int, ranks: RankLayout) -> Iterator[Placement]:
-    """Yield the ways to fill bins that are worth building: one for each order of placing.
+def _best_placement(forest: Forest, lengths: np.ndarray, fill_limit: int, ranks: RankLayout) -> Placement:
+    """Return the placement whose most loaded rank has least to do, by what its bins admitted.
 
-    Rows smaller than they could be are tried only where there is more than one microbatch to even out; of all sizes,
-    only the best by what was admitted is built.
+    Tried are the longest examples first and depth first; where there are several microbatches to even out, each also
+    with smaller rows.
     """
     sorted_lengths = lengths[forest.order]
     by_falling_length = np.lexsort((forest.order, -sorted_lengths)).tolist()
     depth_first = list(range(sorted_lengths.size))
+    best: list[Placement] = []
     for placing_order in (by_falling_length, depth_first):
         place = partial(place_examples, forest, sorted_lengths.tolist(), placing_order)
         tried = {fill_limit: place(fill_limit)}
@@ -135,7 +129,8 @@ def _placements(forest: Forest, lengths: np.ndarray, fill_limit: int, ranks: Ran
                 limit = max(smallest, int(limit * _FILL_LIMIT_STEP))
                 tried[limit] = place(limit)
             _refine(tried, place, ranks)
-        yield min(tried.values(), key=lambda placement: _admitted_load(placement, ranks))
+        best.append(min(tried.values(), key=lambda placement: _admitted_load(placement, ranks)))
+    return min(best, key=lambda placement: _admitted_load(placement, ranks))
 
 
 def _refine(tried: dict[int, Placement], place: Callable[[int], Placement], ranks: RankLayout) -> None:

@@ -26,51 +26,50 @@ def lay_out_row(examples: ExampleSet, forest: Forest, alignment: Alignment, pad_
     """
     sizes = forest.end - forest.start
     compact = np.cumsum(sizes) - sizes
-    is_root = forest.parent < 0
-    roots = np.flatnonzero(is_root)
-    boundaries = alignment.layout(np.add.reduceat(sizes, roots))
-    run_start = np.append(boundaries[:-1], boundaries[-2] + alignment.align_sequence(int(sizes[roots[-1] :].sum())))
-    num_slots, tail_start = int(boundaries[-1]), int(run_start[-1])
+    roots = np.flatnonzero(forest.parent < 0)
+    root_sizes = np.add.reduceat(sizes, roots)
+    boundaries = alignment.layout(root_sizes)
+    # One run of slots for each root subtree with its padding, and one for the padding of the row.
+    tail_start, num_slots = int(boundaries[-2]) + alignment.align_sequence(int(root_sizes[-1])), int(boundaries[-1])
+    run_start = np.append(boundaries[:-1], tail_start)
     run_end = np.append(run_start[1:], num_slots)
-    slot_start = compact + (run_start[:-1] - compact[roots])[np.cumsum(is_root) - 1]
+    slot_start = compact + np.repeat(run_start[:-1] - compact[roots], np.diff(roots, append=sizes.size))
     slot_end = slot_start + sizes
 
-    slots = np.arange(num_slots, dtype=np.int32)
-    run_sizes = run_end - run_start
-    input_ids = np.full(num_slots, pad_token_id, dtype=np.int32)
-    position_ids = slots - np.repeat(run_start.astype(np.int32), run_sizes)
-    subtree_end = np.repeat(run_end.astype(np.int32), run_sizes)
-    labels = np.full(num_slots, IGNORE_LABEL, dtype=np.int32)
-    loss_weights = np.zeros(num_slots, dtype=np.int32)
+    # Of a shared segment every owner has the same tokens and no label, so the first owner speaks for all.
+    source = examples.offsets[forest.order[forest.first]] + forest.start
+    pieces = [slice(first, first + size) for first, size in zip(source.tolist(), sizes.tolist(), strict=True)]
+    ids = [examples.tokens[piece] for piece in pieces]
+    learned = [examples.is_learned[piece] for piece in pieces]
+    depth_less_slot = forest.start - slot_start
+    subtree_ends = _segment_subtree_ends(forest.parent, slot_end, roots, run_end)
+    gaps = run_end - run_start - np.append(root_sizes, 0)
+    if gaps.any():
+        at = np.append(roots[1:], [sizes.size, sizes.size])
+        sizes = np.insert(sizes, at, gaps)
+        depth_less_slot = np.insert(depth_less_slot, at, -run_start)
+        subtree_ends = np.insert(subtree_ends, at, run_end)
+        for position, gap in zip(reversed(at.tolist()), reversed(gaps.tolist()), strict=True):
+            ids.insert(position, np.full(gap, pad_token_id, dtype=np.int32))
+            learned.insert(position, np.zeros(gap, dtype=bool))
 
-    # Of a shared run every owner has the same tokens and no label, so the first owner speaks for all.
-    owner_offset = examples.offsets[forest.order[forest.first]]
-    source = np.arange(int(sizes.sum())) + np.repeat(owner_offset + forest.start - compact, sizes)
-    owned = _owned_slots(slot_start, compact, sizes)
-    input_ids[owned] = examples.tokens[source]
-    position_ids[owned] = source - np.repeat(owner_offset, sizes)
-    subtree_end[owned] = np.repeat(_segment_subtree_ends(forest.parent, slot_end, roots, run_end), sizes)
-    learned = np.flatnonzero(examples.is_learned[source])
-    learned_slots = learned if isinstance(owned, slice) else owned[learned]
-    labels[learned_slots] = examples.tokens[source[learned] + 1]
-    loss_weights[learned_slots] = 1
+    input_ids = np.concatenate(ids)
+    position_ids = np.repeat(depth_less_slot.astype(np.int32), sizes)
+    position_ids += np.arange(num_slots, dtype=np.int32)
+    loss_weights = np.concatenate(learned).astype(np.int32)
+    learned_slots = np.flatnonzero(loss_weights)
+    labels = np.full(num_slots, IGNORE_LABEL, dtype=np.int32)
+    # A slot is learned only in the segment that its label is in: segments end in front of the first learned slot.
+    labels[learned_slots] = input_ids[learned_slots + 1]
     return PackedRow(
         input_ids=input_ids,
         position_ids=position_ids,
         labels=labels,
         loss_weights=loss_weights,
-        subtree_end=subtree_end,
+        subtree_end=np.repeat(subtree_ends.astype(np.int32), sizes),
         segments=_segment_table(forest, slot_start, slot_end),
         num_padding_slots=num_slots - tail_start,
     )
-
-
-def _owned_slots(slot_start: np.ndarray, compact: np.ndarray, sizes: np.ndarray) -> slice | np.ndarray:
-    """Return the slots that belong to examples: one run, unless padding lies between sequences."""
-    shift = slot_start - compact
-    if not shift.any():
-        return slice(0, int(sizes.sum()))
-    return np.arange(int(sizes.sum())) + np.repeat(shift, sizes)
 
 
 def _segment_subtree_ends(
@@ -82,7 +81,7 @@ def _segment_subtree_ends(
         above = parents[segment]
         if above >= 0 and ends[segment] > ends[above]:
             ends[above] = ends[segment]
-    subtree_ends = np.asarray(ends, dtype=np.int32)
+    subtree_ends = np.asarray(ends, dtype=np.int64)
     subtree_ends[roots] = run_end[:-1]
     return subtree_ends
 

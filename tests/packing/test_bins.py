@@ -1,140 +1,54 @@
-"""Bins: nothing lost, nothing above capacity, and no more tokens than the geometry that was admitted."""
+"""Bins: whole sequences side by side, and examples where they add least."""
 
 import itertools
 import random
-from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_megapack.errors import ConfigError, DataError
-from hf_megapack.packing import (
-    NO_ALIGNMENT,
-    Alignment,
-    adjust_bin_count,
-    build_forest,
-    gather_examples,
-    pack_sequences,
-    plan_update,
-)
+from hf_megapack.packing import Alignment, adjust_bin_count, build_forest, gather_examples, pack_sequences
 from hf_megapack.packing.bins import place_examples
-from hf_megapack.packing.tree import rebuild_forest, restrict_forest
-from tests.helpers.brute_force_tree import (
-    as_examples,
-    branch,
-    fill_by_remainder,
-    fixture_examples,
-    random_examples,
-    walk_size,
-)
+from tests.helpers.brute_force_tree import as_examples, radix_walk, random_examples
 
 
-def plan(examples, capacity, min_shared_tokens=64, alignment=NO_ALIGNMENT, strategy="prefix_tree"):
-    return plan_update(
-        gather_examples(as_examples(examples)),
-        strategy=strategy,
-        packed_sequence_length=capacity,
-        min_shared_tokens=min_shared_tokens,
-        alignment=alignment,
-    ).rows
-
-
-# 150 tokens in common for A and B, 100 of them with C, 64 with D.
-A, B = branch(150, 20, 150, 1), branch(150, 20, 150, 2)
-C, D = branch(100, 60, 100, 3), branch(64, 222, 64, 4)
-
-
-@pytest.mark.parametrize(
-    ("assistant_mask", "capacity", "rows"),
-    [
-        ("all", 384, [331, 205, 193]),
-        ("all", 601, [397, 205]),
-        ("all", 1024, [602]),
-        ("last", 384, [330, 205, 193]),
-        ("last", 599, [395, 205]),
-        ("last", 1024, [600]),
-    ],
-)
-def test_fixture_rows(assistant_mask, capacity, rows):
-    """All but 205 share 127 tokens ("all": the first target is token 128) or 128: 651 - 2 * 127 = 397, or 395."""
-    assert [row.num_tokens for row in plan(fixture_examples(assistant_mask), capacity)] == rows
-
-
-def test_admitted_geometry_is_kept_where_rebuilding_would_be_longer():
-    """Alone, A, B and C share [0, 100) and the run of A and B drops to 50: 300. As admitted, they take 286."""
-    examples = [A, B, C, D]
-    assert walk_size([A, B, C], 64) == 300
-    rows = plan(examples, 286)
-    assert sorted(row.num_tokens for row in rows) == [286, 286]
-    members = sorted(tuple(sorted(row.order.tolist())) for row in rows)
-    assert members == [(0, 1, 2), (3,)]
-    row = next(row for row in rows if row.order.size == 3)
-    owned = Counter()
-    for start, end, first, stop in zip(row.start, row.end, row.first, row.stop, strict=True):
-        for owner in row.order[first:stop].tolist():
-            owned[owner] += int(end - start)
-    assert owned == {0: 170, 1: 170, 2: 160}
-
-
-def test_a_bin_is_rebuilt_where_that_is_shorter():
-    """B and C alone share 100 tokens: 170 + 60 = 230; restricted to [0, 64) they would take 266."""
-    gathered = gather_examples(as_examples([A, B, C, D]))
-    forest = build_forest(gathered, 64)
-    by_falling_length = sorted(range(4), key=lambda at: -gathered.lengths[forest.order[at]])
-    placement = place_examples(forest, gathered.lengths[forest.order].tolist(), by_falling_length, 400)
-    assert [sorted(forest.order[bin_].tolist()) for bin_ in placement.bins] == [[0, 3], [1, 2]]
-    assert placement.tokens == [392, 266]
-    second = np.sort(placement.bins[1])
-    assert restrict_forest(forest, second).num_tokens == 266
-    assert rebuild_forest(forest, second, gathered.lengths, 64).num_tokens == 230
-    # Depth-first placing does better than either: A, B, C together (286) and D alone (286).
-    assert sum(row.num_tokens for row in plan([A, B, C, D], 400)) == 572
-
-
-def test_an_overlong_example_is_refused_by_name():
-    with pytest.raises(DataError, match=r"example 0 has 100 tokens, a row holds 64; raise packed_sequence_length"):
-        plan([(list(range(100)), [0] * 100)], 64)
-
-
-@pytest.mark.parametrize("assistant_mask", ["all", "last"])
-def test_fewer_tokens_than_placing_by_remainder(assistant_mask):
-    rng = random.Random(21)
-    ours = theirs = 0
-    for _ in range(150):
-        examples = random_examples(rng, assistant_mask)
-        longest = max(len(ids) for ids, _ in examples)
-        for capacity in (longest, longest + 7, 2 * longest):
-            rows = plan(examples, capacity, 4)
-            for row in rows:
-                assert row.num_tokens <= min(capacity, walk_size([examples[index] for index in row.order], 4))
-            assert sorted(itertools.chain(*(row.order.tolist() for row in rows))) == list(range(len(examples)))
-            ours += sum(row.num_tokens for row in rows)
-            theirs += sum(total for _, total in fill_by_remainder(examples, 4, capacity))
-    assert ours < theirs
-
-
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=10), st.integers(0, 10)), min_size=1, max_size=8
-    ),
-    st.integers(-1, 1),
-    st.sampled_from((1, 2, 4, 32)),
-)
-def test_capacity_holds_exactly_at_and_around_each_admitted_row(drafts, step, multiple):
-    """Rows that were admitted once are admitted again at their own size, and nothing ever exceeds the capacity."""
-    examples = [(ids, [int(at >= first) for at in range(len(ids))]) for ids, first in drafts]
-    alignment = Alignment(packed_multiple=multiple)
-    longest = max(len(ids) for ids, _ in examples)
-    for row in plan(examples, 2 * longest, 2, alignment):
-        capacity = max(longest, row.num_tokens + step)
-        rows = plan(examples, capacity, 2, alignment)
-        assert sorted(itertools.chain(*(row.order.tolist() for row in rows))) == list(range(len(examples)))
-        for again in rows:
-            within = alignment.footprint(again.num_tokens) <= alignment.capacity(capacity)
-            # Overflow from alignment alone becomes a row of its own.
-            assert within or (again.order.size == 1 and again.num_tokens <= capacity)
+def test_each_example_is_placed_where_it_adds_least():
+    """Replayed with sets of walked segments: no bin with room would have gained less, none as little with less room."""
+    rng = random.Random(61)
+    num_choices = 0
+    for _ in range(100):
+        examples = random_examples(rng, "all")
+        lengths = [len(ids) for ids, _ in examples]
+        segments = radix_walk(examples, 4)
+        sizes = [segment.end - segment.start for segment in segments]
+        paths = [
+            {at for at, segment in enumerate(segments) if index in segment.owners} for index in range(len(examples))
+        ]
+        forest = build_forest(gather_examples(as_examples(examples)), 4)
+        order = list(range(len(examples)))
+        rng.shuffle(order)
+        fill_limit = max(lengths) + rng.randint(0, 40)
+        placement = place_examples(forest, [lengths[index] for index in forest.order], order, fill_limit)
+        chosen = {position: bin_ for bin_, positions in enumerate(placement.bins) for position in positions}
+        held: list[set[int]] = [set() for _ in placement.bins]
+        num_open = 0
+        for position in order:
+            path = paths[forest.order[position]]
+            options = []
+            for bin_ in range(num_open):
+                gain, filled = (sum(sizes[at] for at in some) for some in (path - held[bin_], path | held[bin_]))
+                if filled <= fill_limit:
+                    options.append((gain, -filled, bin_))
+            expected = min(options)[-1] if options else num_open
+            assert chosen[position] == expected
+            num_open += not options
+            num_choices += len(options) > 1
+            held[expected] |= path
+        assert placement.tokens == [sum(sizes[at] for at in bin_) for bin_ in held]
+        pairs = [sum(sum(range(segments[at].start + 1, segments[at].end + 1)) for at in bin_) for bin_ in held]
+        assert placement.pairs == pairs
+    assert num_choices > 50
 
 
 @pytest.mark.parametrize(
