@@ -194,15 +194,18 @@ def resolve_lora(
     config = copy.copy(peft_config)
     if config.target_modules is None:
         config.target_modules = _default_targets(model_type)
-    if isinstance(config.target_modules, str) and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+    is_regex = isinstance(config.target_modules, str)
+    is_all_linear = is_regex and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
+    if is_all_linear:
         config.target_modules = {name for name in linear_names if name.rpartition(".")[2] not in _NEVER_ADAPTED}
-    elif not isinstance(config.target_modules, str):
+    elif not is_regex:
         _check_target_entries(config, linear_names)
     selected = _selected(config, linear_names)
     for name in [*selected, *_selected(config, _ALWAYS_PROBED)]:
         if name.rpartition(".")[2] in _NEVER_ADAPTED:
             raise ConfigError(_never_message(name))
-    containers = _selected(config, sorted(_ancestors(linear_names)))
+    # A full path selects nothing else, and with per-expert modules there are thousands of them.
+    containers = [] if is_all_linear else _selected(config, sorted(_ancestors(linear_names)))
     if containers:
         raise ConfigError(
             f"target_modules={peft_config.target_modules!r} selects {containers[0]!r}, which is not a linear module; "
@@ -234,8 +237,8 @@ def lora_spec(peft_config: LoraConfig, name: str) -> LoraSpec:
         Its rank, alpha and scale.
     """
     ranks, alphas = peft_config.rank_pattern or {}, peft_config.alpha_pattern or {}
-    rank = ranks.get(get_pattern_key(ranks, name), peft_config.r)
-    alpha = alphas.get(get_pattern_key(alphas, name), peft_config.lora_alpha)
+    rank = ranks.get(get_pattern_key(list(ranks), name), peft_config.r)
+    alpha = alphas.get(get_pattern_key(list(alphas), name), peft_config.lora_alpha)
     return LoraSpec(rank, alpha, alpha / math.sqrt(rank) if peft_config.use_rslora else alpha / rank)
 
 
@@ -310,13 +313,13 @@ def _default_targets(model_type: str | None) -> set[str]:
 def _check_target_entries(config: LoraConfig, linear_names: Sequence[str]) -> None:
     layers = config.layers_to_transform
     filters_layers = layers is not None and layers != []
+    everything = (*linear_names, *_ancestors(linear_names))
     for target in sorted(config.target_modules or ()):
         if filters_layers and target in linear_names:
             raise ConfigError(
                 f"target_modules names the full path {target!r}, which layers_to_transform={layers!r} does not filter "
                 f"in peft; use one of the two."
             )
-        everything = (*linear_names, *_ancestors(linear_names))
         if not any(name == target or name.endswith(f".{target}") for name in everything):
             raise ConfigError(
                 f"The LoRA target {target!r} matches nothing; linear modules here end in "

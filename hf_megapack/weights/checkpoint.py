@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ _STAGING_NAME = re.compile(r"\..+\.staging-[0-9a-f]{16}")
 
 
 @contextmanager
-def publish_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
+def publish_directory(path: str | os.PathLike[str]) -> Generator[Path]:
     """Fill a directory that appears under its name only once everything in it is safely on disk.
 
     Args:
