@@ -80,12 +80,7 @@ def _as_arrays(encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _common_length(first: str, second: str) -> int:
-    """Return how many leading characters two texts share.
-
-    Example:
-        >>> _common_length("abcd", "abxd")
-        2
-    """
+    """Return how many leading characters two texts share."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -128,6 +128,12 @@ def read_row(format_name: str, row: Mapping[str, Any], row_index: int) -> Conver
 def drop_nulls(value: Any) -> Any:
     """Remove null-valued dict keys at every depth; columnar stores add them to give all rows the same keys.
 
+    Args:
+        value: Any nesting of dicts and lists; nulls inside lists stay.
+
+    Returns:
+        A copy without those keys.
+
     Example:
         >>> drop_nulls({"a": None, "b": [{"c": None, "d": 1}, None]})
         {'b': [{'d': 1}, None]}
