@@ -40,6 +40,7 @@ class MegatronBackend:
         model: The module that holds everything, for code that wants a `torch.nn.Module`.
         hf_config: transformers configuration of the base model.
         base_model_name: What `model` named, None for random weights.
+        linear_names: Hugging Face paths of the base model's linear modules, the head included.
         parameters: PEFT key to this rank's trainable factor, float32, in a stable order.
         layout: Where this rank stands.
 
@@ -54,7 +55,8 @@ class MegatronBackend:
         family = family_of(self.hf_config)
         rules = family.rules(self.hf_config)
         names = [module_of(source) for rule in linear_rules(rules) for source in rule.sources]
-        specs = resolve_lora(peft_config, [*names, "lm_head"], model_type=self.hf_config.model_type)
+        self.linear_names = [*names, "lm_head"]
+        specs = resolve_lora(peft_config, self.linear_names, model_type=self.hf_config.model_type)
         self.layout = initialize_parallel()
         self.model = build_model(
             self.hf_config,
