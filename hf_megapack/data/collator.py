@@ -29,6 +29,8 @@ class PrefixTreeCollator:
         packed_sequence_length: Slots that one row may hold; rows keep their natural length.
         packing_strategy: "prefix_tree" shares common prefixes; "ffd", "mffd" and "balanced" pack whole examples.
         min_shared_tokens: Tokens below which a common run is repeated instead of shared.
+        share_supervised: Also share slots that are learned, where prefix and label agree; `loss_weights` counts the
+            examples.
         alignment: The two multiples of a row.
         data_parallel_size: Ranks that the rows are dealt to.
         pipeline_parallel_size: Pipeline stages.
@@ -43,6 +45,7 @@ class PrefixTreeCollator:
     packed_sequence_length: int
     packing_strategy: str = "prefix_tree"
     min_shared_tokens: int = 64
+    share_supervised: bool = False
     alignment: Alignment = NO_ALIGNMENT
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -55,6 +58,11 @@ class PrefixTreeCollator:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.packing_strategy not in PACKING_STRATEGIES:
             raise ConfigError(f"packing_strategy is {self.packing_strategy!r}; it must be one of {PACKING_STRATEGIES}")
+        if self.share_supervised and self.packing_strategy != "prefix_tree":
+            raise ConfigError(
+                f'share_supervised=True shares prefixes, packing_strategy "{self.packing_strategy}" does not; '
+                'use "prefix_tree"'
+            )
         if self.packing_strategy == "prefix_tree" and self.alignment.sequence_multiple > 1:
             raise ConfigError(
                 f"sequence_multiple is {self.alignment.sequence_multiple}, but a shared prefix cannot be padded for "
@@ -83,7 +91,7 @@ class PrefixTreeCollator:
             DataError: If an example is malformed or longer than a row, or no token of the update is loss-bearing.
         """
         started = time.perf_counter()
-        gathered = gather_examples(examples)
+        gathered = gather_examples(examples, share_supervised=self.share_supervised)
         num_loss_tokens = int(gathered.is_learned.sum())
         if num_loss_tokens == 0:
             raise DataError(

@@ -19,6 +19,7 @@ class ExampleSet:
         offsets: Example `i` is `tokens[offsets[i]:offsets[i + 1]]`. int64, shape (num_examples + 1,).
         lengths: Tokens of each example. int64, shape (num_examples,).
         shareable: Leading tokens of each example that other examples may share. int64, shape (num_examples,).
+        share_supervised: True if slots that are learned may be shared; then all of an example is shareable.
     """
 
     tokens: np.ndarray
@@ -26,15 +27,17 @@ class ExampleSet:
     offsets: np.ndarray
     lengths: np.ndarray
     shareable: np.ndarray
+    share_supervised: bool
 
 
-def gather_examples(examples: Sequence[Mapping[str, Any]]) -> ExampleSet:
+def gather_examples(examples: Sequence[Mapping[str, Any]], *, share_supervised: bool = False) -> ExampleSet:
     """Check the examples of an update and lay them end to end.
 
     Args:
         examples: Each with `input_ids` (integers, at least one) and `loss_mask` (0 or 1 per token, unshifted; index 0
             never counts); `attention_mask`, where there is one, may only mark padding on the right, which is cut off.
             Numpy arrays are read as they are; lists are slower.
+        share_supervised: Also share slots that are learned, where prefix and label agree.
 
     Returns:
         The examples, in the given order.
@@ -75,7 +78,8 @@ def gather_examples(examples: Sequence[Mapping[str, Any]]) -> ExampleSet:
         is_learned=is_learned,
         offsets=offsets,
         lengths=lengths,
-        shareable=_shareable_lengths(is_learned, offsets, lengths),
+        shareable=lengths if share_supervised else _shareable_lengths(is_learned, offsets, lengths),
+        share_supervised=share_supervised,
     )
 
 

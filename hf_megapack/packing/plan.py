@@ -103,7 +103,7 @@ def _tree_rows(
         return [forest]
     placement = _best_placement(forest, examples.lengths, fill_limit, ranks)
     return [
-        _tightest_forest(forest, np.sort(bin_), examples.lengths, min_shared_tokens, num_tokens)
+        _tightest_forest(forest, np.sort(bin_), examples, min_shared_tokens, num_tokens)
         for bin_, num_tokens in zip(placement.bins, placement.tokens, strict=True)
     ]
 
@@ -155,10 +155,10 @@ def _admitted_load(placement: Placement, ranks: RankLayout) -> float:
 
 
 def _tightest_forest(
-    forest: Forest, positions: np.ndarray, lengths: np.ndarray, min_shared_tokens: int, admitted: int
+    forest: Forest, positions: np.ndarray, examples: ExampleSet, min_shared_tokens: int, admitted: int
 ) -> Forest:
     """Return a bin's forest rebuilt, or as it was admitted where rebuilding would make it longer."""
-    rebuilt = rebuild_forest(forest, positions, lengths, min_shared_tokens)
+    rebuilt = rebuild_forest(forest, positions, examples, min_shared_tokens)
     if rebuilt.num_tokens <= admitted:
         return rebuilt
     restricted = restrict_forest(forest, positions)

@@ -83,6 +83,7 @@ def estimate_sharing(
     *,
     packed_sequence_length: int,
     min_shared_tokens: int = 64,
+    share_supervised: bool = False,
     alignment: Alignment = NO_ALIGNMENT,
 ) -> tuple[float, float]:
     """Return how many logical tokens an executed token would stand for, in two orders of the same examples.
@@ -92,17 +93,21 @@ def estimate_sharing(
         examples_per_update: Examples packed together.
         packed_sequence_length: Row capacity.
         min_shared_tokens: Tokens below which a shared run is repeated instead.
+        share_supervised: Also share slots that are learned.
         alignment: The two multiples of a row.
 
     Returns:
         The ratio in the given order, and in the order that puts equal prefixes next to each other.
     """
-    by_prefix, _ = sort_examples(gather_examples(examples))
+    by_prefix, _ = sort_examples(gather_examples(examples, share_supervised=share_supervised))
 
     def ratio(order: Sequence[int]) -> float:
         logical = executed = 0
         for first in range(0, len(order), examples_per_update):
-            update = gather_examples([examples[index] for index in order[first : first + examples_per_update]])
+            update = gather_examples(
+                [examples[index] for index in order[first : first + examples_per_update]],
+                share_supervised=share_supervised,
+            )
             plan = plan_update(
                 update,
                 strategy="prefix_tree",

@@ -36,11 +36,12 @@ def lay_out_row(examples: ExampleSet, forest: Forest, alignment: Alignment, pad_
     slot_start = compact + np.repeat(run_start[:-1] - compact[roots], np.diff(roots, append=sizes.size))
     slot_end = slot_start + sizes
 
-    # Of a shared segment every owner has the same tokens and no label, so the first owner speaks for all.
+    # Every owner of a segment has the same tokens, so the first speaks for all.
     source = examples.offsets[forest.order[forest.first]] + forest.start
     pieces = [slice(first, first + size) for first, size in zip(source.tolist(), sizes.tolist(), strict=True)]
     ids = [examples.tokens[piece] for piece in pieces]
-    learned = [examples.is_learned[piece] for piece in pieces]
+    weights = [examples.is_learned[piece] for piece in pieces]
+    labels_at_ends = _count_owners(examples, forest, weights) if examples.share_supervised else {}
     depth_less_slot = forest.start - slot_start
     subtree_ends = _segment_subtree_ends(forest.parent, slot_end, roots, run_end)
     gaps = run_end - run_start - np.append(root_sizes, 0)
@@ -51,16 +52,18 @@ def lay_out_row(examples: ExampleSet, forest: Forest, alignment: Alignment, pad_
         subtree_ends = np.insert(subtree_ends, at, run_end)
         for position, gap in zip(reversed(at.tolist()), reversed(gaps.tolist()), strict=True):
             ids.insert(position, np.full(gap, pad_token_id, dtype=np.int32))
-            learned.insert(position, np.zeros(gap, dtype=bool))
+            weights.insert(position, np.zeros(gap, dtype=bool))
 
     input_ids = np.concatenate(ids)
     position_ids = np.repeat(depth_less_slot.astype(np.int32), sizes)
     position_ids += np.arange(num_slots, dtype=np.int32)
-    loss_weights = np.concatenate(learned).astype(np.int32)
+    loss_weights = np.concatenate(weights).astype(np.int32, copy=False)
     learned_slots = np.flatnonzero(loss_weights)
     labels = np.full(num_slots, IGNORE_LABEL, dtype=np.int32)
-    # A slot is learned only in the segment that its label is in: segments end in front of the first learned slot.
-    labels[learned_slots] = input_ids[learned_slots + 1]
+    # Inside a segment the next slot holds the next token; only a shared segment can be learned at its last slot.
+    labels[learned_slots] = input_ids.take(learned_slots + 1, mode="clip")
+    for segment, label in labels_at_ends.items():
+        labels[slot_end[segment] - 1] = label
     return PackedRow(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -70,6 +73,32 @@ def lay_out_row(examples: ExampleSet, forest: Forest, alignment: Alignment, pad_
         segments=_segment_table(forest, slot_start, slot_end),
         num_padding_slots=num_slots - tail_start,
     )
+
+
+def _count_owners(examples: ExampleSet, forest: Forest, weights: list[np.ndarray]) -> dict[int, int]:
+    """Replace the weights of shared segments by the number of owners that learn each slot.
+
+    Args:
+        examples: All examples of the update.
+        forest: Segments of the row.
+        weights: For each segment, where its first owner learns; changed in place.
+
+    Returns:
+        The labels of segments that are learned at their last slot: the next token of the owners that learn it.
+    """
+    labels: dict[int, int] = {}
+    for segment in np.flatnonzero(forest.stop - forest.first > 1).tolist():
+        owners = forest.order[forest.first[segment] : forest.stop[segment]]
+        starts = examples.offsets[owners] + forest.start[segment]
+        size = int(forest.end[segment] - forest.start[segment])
+        count = np.zeros(size, dtype=np.int32)
+        for start in starts.tolist():
+            count += examples.is_learned[start : start + size]
+        weights[segment] = count
+        if count[-1]:
+            last = starts + (size - 1)
+            labels[segment] = int(examples.tokens[last[examples.is_learned[last]][0] + 1])
+    return labels
 
 
 def _segment_subtree_ends(

@@ -1,7 +1,8 @@
 """Examples to prefix forest: which runs of tokens are computed once, and by whom.
 
-Invariant: the path of every example, root to leaf, spells its tokens; a run is shared only in front of the first
-loss-bearing token of each of its owners, one position short, so that every slot has at most one label.
+Invariant: the path of every example, root to leaf, spells its tokens, and every slot has at most one label. By default
+a run is shared only in front of the first loss-bearing token of each of its owners, one position short; where
+supervised slots may be shared, a run ends in front of the slot that would need two labels.
 
 Examples are sorted once by the part that may be shared; then every set that a radix walk could meet is one run of that
 order, and the longest common prefix of a run is the smallest of its neighbours' common prefixes. Bins therefore rebuild
@@ -59,7 +60,7 @@ def build_forest(examples: ExampleSet, min_shared_tokens: int) -> Forest:
         [(0, 2, -1), (2, 4, 0), (2, 3, 0)]
     """
     order, common = sort_examples(examples)
-    return _forest(examples.lengths, order, common, min_shared_tokens)
+    return _forest(examples, order, common, min_shared_tokens)
 
 
 def sort_examples(examples: ExampleSet) -> tuple[np.ndarray, np.ndarray]:
@@ -89,13 +90,13 @@ def sort_examples(examples: ExampleSet) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(order, dtype=np.int64), common
 
 
-def rebuild_forest(forest: Forest, positions: np.ndarray, lengths: np.ndarray, min_shared_tokens: int) -> Forest:
+def rebuild_forest(forest: Forest, positions: np.ndarray, examples: ExampleSet, min_shared_tokens: int) -> Forest:
     """Build the forest of some of a forest's examples afresh: longer shared runs where dropped examples cut them short.
 
     Args:
         forest: Forest of all examples.
         positions: Positions in `forest.order` of those to keep, increasing. int64.
-        lengths: Tokens of every example of the update.
+        examples: All examples of the update.
         min_shared_tokens: As for `build_forest`.
 
     Returns:
@@ -106,7 +107,7 @@ def rebuild_forest(forest: Forest, positions: np.ndarray, lengths: np.ndarray, m
     if positions.size > 1:
         between = forest.common[positions[0] + 1 : positions[-1] + 1]
         common[1:] = np.minimum.reduceat(between, positions[:-1] - positions[0])
-    return _forest(lengths, order, common, min_shared_tokens)
+    return _forest(examples, order, common, min_shared_tokens)
 
 
 def restrict_forest(forest: Forest, positions: np.ndarray) -> Forest:
@@ -159,9 +160,9 @@ def flat_forest(lengths: np.ndarray, order: np.ndarray) -> Forest:
     )
 
 
-def _forest(lengths: np.ndarray, order: np.ndarray, common: np.ndarray, min_shared_tokens: int) -> Forest:
+def _forest(examples: ExampleSet, order: np.ndarray, common: np.ndarray, min_shared_tokens: int) -> Forest:
     """Cut sorted examples into segments."""
-    segments = _cut_segments(lengths[order].tolist(), common.tolist(), min_shared_tokens)
+    segments = _cut_segments(examples, order, common.tolist(), min_shared_tokens)
     start, end, parent, first, stop = np.asarray(segments, dtype=np.int64).reshape(-1, 5).T
     return Forest(
         start=start,
@@ -176,13 +177,14 @@ def _forest(lengths: np.ndarray, order: np.ndarray, common: np.ndarray, min_shar
 
 
 def _cut_segments(
-    lengths: list[int], common: list[int], min_shared_tokens: int
+    examples: ExampleSet, order: np.ndarray, common: list[int], min_shared_tokens: int
 ) -> list[tuple[int, int, int, int, int]]:
     """Return (start, end, parent, first, stop) of every segment, in depth-first preorder.
 
     A node of the split tree stands for a run of examples and the prefix that they share. Where that prefix is too short
     to be worth a segment, its parts start again from the same depth, so the short run is repeated in each of them.
     """
+    lengths = examples.lengths[order].tolist()
     left, right, root = _split_tree(common)
     segments: list[tuple[int, int, int, int, int]] = []
     stack = [(root, 0, len(lengths), 0, -1)]
@@ -193,12 +195,25 @@ def _cut_segments(
                 segments.append((start, lengths[first], parent, first, stop))
             continue
         end = common[node]
+        if examples.share_supervised and end > start:
+            end = _end_before_conflict(examples, order[first:stop], end)
         if end - start >= min_shared_tokens:
             segments.append((start, end, parent, first, stop))
             start, parent = end, len(segments) - 1
         stack.append((right[node], node, stop, start, parent))
         stack.append((left[node], first, node, start, parent))
     return segments
+
+
+def _end_before_conflict(examples: ExampleSet, owners: np.ndarray, end: int) -> int:
+    """Return where a run that `owners` share must end so that none of its slots needs two labels.
+
+    Inside the run all owners go on with the same token, so only its last slot can: it predicts the tokens that follow,
+    for those owners that learn them.
+    """
+    last = examples.offsets[owners] + (end - 1)
+    labels = examples.tokens[last[examples.is_learned[last]] + 1]
+    return end - 1 if labels.size and (labels != labels[0]).any() else end
 
 
 def _split_tree(common: list[int]) -> tuple[list[int], list[int], int]:

@@ -44,6 +44,10 @@ def test_duplicates_keep_their_multiplicity():
     example = (list(range(120)), [0] * 100 + [1] * 20)
     (row,) = PrefixTreeCollator(packed_sequence_length=1000)(as_examples([example] * 8)).rows
     assert (row.input_ids.size, int(row.loss_weights.sum())) == (267, 160)
+    batch = PrefixTreeCollator(packed_sequence_length=1000, share_supervised=True)(as_examples([example] * 8))
+    assert batch.rows[0].input_ids.size == 120
+    assert sorted(set(batch.rows[0].loss_weights.tolist())) == [0, 8]
+    assert batch.num_loss_tokens == 160
 
 
 def test_the_same_examples_give_the_same_bytes():
@@ -122,6 +126,7 @@ def test_an_update_that_would_learn_nothing_is_refused():
         ({"virtual_pipeline_parallel_size": 0}, "virtual_pipeline_parallel_size is 0"),
         ({"data_parallel_size": 0}, "data_parallel_size is 0"),
         ({"packing_strategy": "bfd"}, "packing_strategy is 'bfd'"),
+        ({"packing_strategy": "ffd", "share_supervised": True}, 'packing_strategy "ffd" does not'),
         ({"alignment": Alignment(sequence_multiple=4)}, "sequence_multiple is 4"),
     ],
 )

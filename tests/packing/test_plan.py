@@ -80,7 +80,7 @@ def test_a_bin_is_rebuilt_where_that_is_shorter():
     assert placement.tokens == [392, 266]
     second = np.sort(placement.bins[1])
     assert restrict_forest(forest, second).num_tokens == 266
-    assert rebuild_forest(forest, second, gathered.lengths, 64).num_tokens == 230
+    assert rebuild_forest(forest, second, gathered, 64).num_tokens == 230
     # Depth-first placing does better than either: A, B, C together (286) and D alone (286).
     assert sum(row.num_tokens for row in plan([A, B, C, D], 400)) == 572
 

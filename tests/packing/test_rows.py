@@ -28,8 +28,10 @@ from tests.helpers.brute_force_tree import (
 PAD = 77
 
 
-def pack(examples, capacity, min_shared_tokens=4, alignment=NO_ALIGNMENT, strategy="prefix_tree"):
-    gathered = gather_examples(as_examples(examples))
+def pack(
+    examples, capacity, min_shared_tokens=4, alignment=NO_ALIGNMENT, strategy="prefix_tree", share_supervised=False
+):
+    gathered = gather_examples(as_examples(examples), share_supervised=share_supervised)
     plan = plan_update(
         gathered,
         strategy=strategy,
@@ -61,24 +63,66 @@ def test_a_small_row_slot_by_slot():
     assert (table.example_offsets.tolist(), table.examples.tolist()) == ([0, 2, 3, 4], [0, 1, 0, 1])
 
 
+@pytest.mark.parametrize("share_supervised", [False, True])
 @pytest.mark.parametrize("assistant_mask", ["all", "last"])
-def test_packing_keeps_every_context_and_target(assistant_mask):
+def test_packing_keeps_every_context_and_target(assistant_mask, share_supervised):
     """The multiset of (context, target) is the same before and after, for 100 random batches and three capacities."""
     rng = random.Random(31)
-    num_pairs = num_shared = 0
+    num_pairs = num_shared = num_counted_twice = 0
     for _ in range(100):
         examples = random_examples(rng, assistant_mask)
         longest = max(len(ids) for ids, _ in examples)
         for capacity in (longest, 2 * longest, 1000):
-            rows = pack(examples, capacity)
+            rows = pack(examples, capacity, share_supervised=share_supervised)
             taught = sum((row_pairs(row) for row in rows), Counter())
             assert taught == learned_pairs(examples)
             num_pairs += taught.total()
+            num_counted_twice += sum(int((row.loss_weights > 1).sum()) for row in rows)
             num_shared += sum(len(ids) for ids, _ in examples) - sum(row.input_ids.size for row in rows)
             for row in rows:
                 assert row.input_ids.size == (row.segments.end - row.segments.start).sum() <= capacity
     assert num_pairs > 10_000
     assert num_shared > 2_000
+    assert (num_counted_twice > 500) == share_supervised
+
+
+def test_supervised_slots_are_shared_and_counted():
+    """Slot of 3 in 1 2 3: learned as 4 by two of three examples and as nothing by the one that ends there."""
+    examples = [([1, 2, 3, 4], [0, 0, 1, 1]), ([1, 2, 3], [0, 0, 1]), ([1, 2, 3, 4, 5], [0, 0, 0, 1, 1])]
+    (row,) = pack(examples, 100, min_shared_tokens=1, share_supervised=True)
+    assert row.input_ids.tolist() == [1, 2, 3, 4, 5]
+    assert row.labels.tolist() == [-100, 3, 4, 5, -100]
+    assert row.loss_weights.tolist() == [0, 2, 2, 1, 0]
+    assert row.subtree_end.tolist() == [5] * 5
+
+
+def test_a_slot_that_would_need_two_labels_is_repeated():
+    """After 1 2 one example learns 3 and one learns 4: the slot of 2 exists twice, the slot of 1 once."""
+    examples = [([1, 2, 3], [0, 1, 1]), ([1, 2, 4], [0, 1, 1])]
+    (row,) = pack(examples, 100, min_shared_tokens=1, share_supervised=True)
+    assert row.input_ids.tolist() == [1, 2, 3, 2, 4]
+    assert row.labels.tolist() == [2, 3, -100, 4, -100]
+    assert row.loss_weights.tolist() == [2, 1, 0, 1, 0]
+    assert row.position_ids.tolist() == [0, 1, 2, 1, 2]
+
+
+def test_a_slot_that_only_one_branch_learns_is_shared():
+    """After 1 2 one example learns 3; the other goes on to 4 without learning it: one slot of 2, label 3."""
+    examples = [([1, 2, 3], [0, 0, 1]), ([1, 2, 4], [0, 0, 0])]
+    (row,) = pack(examples, 100, min_shared_tokens=1, share_supervised=True)
+    assert row.input_ids.tolist() == [1, 2, 3, 4]
+    assert row.labels.tolist() == [-100, 3, -100, -100]
+    assert row.subtree_end.tolist() == [4, 4, 3, 4]
+
+
+def test_turns_of_one_conversation_become_one_path():
+    """One example per turn, each turn learned once, is the conversation itself with every turn learned."""
+    ids = list(range(30))
+    turns = [(5, 9), (14, 20), (26, 30)]
+    examples = [(ids[:end], [int(start <= at < end) for at in range(end)]) for start, end in turns]
+    (row,) = pack(examples, 100, share_supervised=True)
+    assert row.input_ids.tolist() == ids
+    assert np.flatnonzero(row.loss_weights).tolist() == [at - 1 for start, end in turns for at in range(start, end)]
 
 
 @pytest.mark.parametrize("strategy", PACKING_STRATEGIES)

@@ -121,7 +121,7 @@ def test_a_rebuilt_forest_equals_the_walk_of_its_members():
         gathered = gather_examples(as_examples(examples))
         forest = build_forest(gathered, 4)
         kept = sorted(rng.sample(range(len(examples)), rng.randint(1, len(examples))))
-        rebuilt = rebuild_forest(forest, np.array(kept), gathered.lengths, 4)
+        rebuilt = rebuild_forest(forest, np.array(kept), gathered, 4)
         members = forest.order[kept].tolist()
         expected = sorted(
             (tuple(sorted(members[at] for at in owners)), start, end, tuple(sorted(members[at] for at in above)))
