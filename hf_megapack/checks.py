@@ -35,10 +35,11 @@ def refuse_arguments(**arguments: Any) -> None:
 
 
 def check_args(args: MegaPackConfig) -> MegaPackConfig:
-    """Check what only the running process knows: the class of the arguments, and how many processes there are.
+    """Check what only the running process knows: the arguments' class, the number of processes, the device.
 
     Raises:
-        ConfigError: If they are not a MegaPackConfig, or the environment announces another number of processes.
+        ConfigError: If they are not a MegaPackConfig, the environment announces another number of processes, or the CPU
+            is asked for where there is a GPU.
     """
     if not isinstance(args, MegaPackConfig):
         raise ConfigError(f"args is a {type(args).__name__}; build a MegaPackConfig, which takes the same arguments.")
@@ -48,6 +49,11 @@ def check_args(args: MegaPackConfig) -> MegaPackConfig:
             f"WORLD_SIZE={announced} is in the environment, but this trainer runs in {args.world_size} processes, so "
             "each would train alone on all the data. Launch with torchrun, or with accelerate and a config whose "
             "distributed_type is MULTI_GPU (and use_cpu=True in MegaPackConfig without GPUs); or unset WORLD_SIZE."
+        )
+    if args.use_cpu and torch.cuda.is_available():
+        raise ConfigError(
+            "use_cpu=True, but a GPU is visible and Megatron-Core would take it. Set CUDA_VISIBLE_DEVICES= (empty) in "
+            "the environment to train on the CPU, or leave use_cpu out."
         )
     if args.n_gpu > 1:
         # A notebook without a launcher uses one GPU: the HF Trainer would split batches over all that it sees.

@@ -344,7 +344,8 @@ class MegaPackTrainer(Trainer):
         from_rank_zero(work, encode=lambda _: b"", decode=lambda _: None, device=self.args.device)
 
     def _write_adapter(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
-        export_peft_adapter(state, self.peft_config, folder, base_model_name=self.backend.base_model_name)
+        base, names = self.backend.base_model_name, self.backend.linear_names
+        export_peft_adapter(state, self.peft_config, folder, base_model_name=base, linear_names=names)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 

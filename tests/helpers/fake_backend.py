@@ -47,6 +47,7 @@ class FakeBackend:
         self.model = FakeModel(args.seed if args is not None else 0)
         self.base_model_name = str(model)
         self.hf_config = None
+        self.linear_names = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "lm_head"]
         self.rank = self.data_parallel_rank = 0
         self.world_size = self.data_parallel_size = 1
         self.parameters = {

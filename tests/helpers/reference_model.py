@@ -16,15 +16,15 @@ _SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 16384,
-    "initializer_range": 0.2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
 }
 _ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
-    "original_max_position_embeddings": 512,
+    "original_max_position_embeddings": 1024,
 }
 _LLAMA3 = {
     "rope_type": "llama3",
