@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=16, help="examples per update")
     parser.add_argument("--updates", type=int, default=3, help="updates that are timed, after one that is not")
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 2, 4], help="tried for the baseline")
-    parser.add_argument("--dtype", choices=list(LOSS_TOLERANCE), default="bfloat16")
+    parser.add_argument("--dtype", choices=list(LOSS_TOLERANCE), default="float32")
     parser.add_argument("--require", type=float, default=0.0, help="fail below this speed-up")
     options = parser.parse_args()
 
