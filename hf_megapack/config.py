@@ -30,7 +30,6 @@ _MINIMUM = {
 }
 # What is built so far, where the field's type allows more.
 _SUPPORTED = {
-    "share_supervised": (False,),
     "group_by_prefix": (False,),
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
@@ -87,7 +86,9 @@ class MegaPackConfig(TrainingArguments):
     )
     min_shared_tokens: int = _option(64, "Shortest run of tokens worth sharing between examples.")
     share_supervised: bool = _option(
-        False, "Share learned tokens too, where prefix and target agree. Only False is supported."
+        False,
+        "Share learned tokens too, where prefix and target agree; the loss then counts them as often as they occur. "
+        "Only with packing_strategy='prefix_tree'.",
     )
     shuffle_unit: Literal["conversation", "example"] = _option(
         "conversation",

@@ -63,6 +63,7 @@ def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_si
         packed_sequence_length=args.packed_sequence_length,
         packing_strategy=args.packing_strategy,
         min_shared_tokens=args.min_shared_tokens,
+        share_supervised=args.share_supervised,
         alignment=Alignment(
             sequence_multiple=args.sequence_length_multiple or 1, packed_multiple=args.packed_length_multiple or 1
         ),
@@ -131,6 +132,7 @@ def describe_sharing(measured: float, dataset: Sequence, collator: PrefixTreeCol
         examples_per_update,
         packed_sequence_length=collator.packed_sequence_length,
         min_shared_tokens=collator.min_shared_tokens,
+        share_supervised=collator.share_supervised,
         alignment=collator.alignment,
     )
     return (

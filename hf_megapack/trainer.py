@@ -98,6 +98,7 @@ class MegaPackTrainer(Trainer):
         checks.check_collator_and_optimizer(data_collator, optimizer_cls_and_kwargs)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
+        build_collator(processing_class, args, data_parallel_size=1)  # options that do not fit raise before any work
         train_dataset = prepare_on_rank_zero(train_dataset, processing_class, args)
         eval_dataset = prepare_on_rank_zero(eval_dataset, processing_class, args)
         set_seed(args.seed)

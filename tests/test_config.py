@@ -107,7 +107,6 @@ def test_trl_fields_are_ours_or_explained():
         ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
         ({"sequence_parallel": True}, "sequence_parallel=True"),
         ({"fp8": "blockwise"}, "fp8='blockwise' is not supported yet"),
-        ({"share_supervised": True}, "share_supervised=True"),
         ({"group_by_prefix": True}, "group_by_prefix=True"),
         ({"attention": "thd"}, "attention='thd' is not supported yet"),
         ({"recompute": "selective"}, "recompute='selective' is not supported yet"),
