@@ -6,8 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hf_megapack
-MODEL ?= $(CACHE)/smollm2-135m-instruct
+SMOLLM2 := $(CACHE)/smollm2-135m-instruct
+# A hub id or a folder; the default is made from a PyPI package.
+MODEL ?= $(SMOLLM2)
 OUTPUT ?= outputs/demo
+THREADS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint clean
@@ -21,33 +24,33 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 	    { echo "$(PYTHON) cannot make virtual environments. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	@rm -f $@
+	@echo 'Installing into $(VENV), which takes several minutes the first time.'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,test,lint]'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,test,lint]'
 	@touch $@
 
 setup: $(READY)
 
-$(CACHE)/smollm2-135m-instruct: | $(READY)
+$(SMOLLM2): | $(READY)
 	$(BIN)/python examples/smollm2.py $@
 
-demo: $(READY) | $(MODEL)
-	$(BIN)/accelerate launch --config_file examples/accelerate_cpu.yaml examples/sft.py --config examples/sft.yaml \
-	    --model $(MODEL) --output_dir $(OUTPUT)
-	$(BIN)/python examples/check_adapter.py $(OUTPUT) --dataset examples/data/held_out.jsonl \
-	    --chat_template examples/data/qwen2_5_training.jinja
+demo: $(READY) | $(filter $(SMOLLM2),$(MODEL))
+	$(BIN)/accelerate launch --config_file examples/accelerate_cpu.yaml --num_cpu_threads_per_process $(THREADS) \
+	    examples/sft.py --config examples/sft.yaml --model $(MODEL) --output_dir $(OUTPUT)
+	$(BIN)/python examples/check_adapter.py $(OUTPUT) --dataset examples/data/held_out.jsonl
 
 test: export HF_HUB_OFFLINE = 1
 test: export HF_DATASETS_OFFLINE = 1
 test: export TOKENIZERS_PARALLELISM = false
-test: export OMP_NUM_THREADS = 2
+test: export OMP_NUM_THREADS = $(THREADS)
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/flake8 hf_megapack examples benchmarks
+	$(BIN)/flake8 hf_megapack examples benchmarks docs
 
 clean:
 	rm -rf $(VENV) outputs

@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("adapter", help="PEFT folder that training wrote")
     parser.add_argument("--dataset", required=True, help=".jsonl file of held-out conversations")
-    parser.add_argument("--dtype", default="bfloat16", help="dtype of the base model")
+    parser.add_argument("--dtype", default="float32", help="dtype of the base model")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.adapter)
     conversations = encode(list(load_dataset("json", data_files=options.dataset, split="train")), tokenizer)

@@ -59,7 +59,7 @@ def parse_arguments() -> tuple[ScriptArguments, LoraArguments, MegaPackConfig]:
     Raises:
         SystemExit: If an option is unknown or a required one is missing.
     """
-    parser = HfArgumentParser((ScriptArguments, LoraArguments, MegaPackConfig))
+    parser = HfArgumentParser((ScriptArguments, LoraArguments, MegaPackConfig), allow_abbrev=False)
     arguments = sys.argv[1:]
     if "--config" in arguments:
         at = arguments.index("--config")
@@ -99,7 +99,9 @@ def main() -> None:
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
     if script.eval_dataset:
-        trainer.log_metrics("eval", trainer.evaluate())
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
 
 
 if __name__ == "__main__":
