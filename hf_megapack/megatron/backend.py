@@ -53,6 +53,7 @@ class MegatronBackend:
         self.base_model_name = None if isinstance(model, PretrainedConfig) else str(model)
         self.hf_config = model if self.base_model_name is None else AutoConfig.from_pretrained(self.base_model_name)
         family = family_of(self.hf_config)
+        family.check(self.hf_config)
         rules = family.rules(self.hf_config)
         names = [module_of(source) for rule in linear_rules(rules) for source in rule.sources]
         self.linear_names = [*names, "lm_head"]

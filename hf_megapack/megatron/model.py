@@ -81,11 +81,7 @@ def transformer_config(
 
     Returns:
         The configuration, with each layer's sliding window in `tree_windows`.
-
-    Raises:
-        ConfigError: If the model has something that Megatron-Core would compute differently.
     """
-    family.check(config)
     heads = family.heads(config)
     _, rotary_factor = rotary_frequencies(config, heads.head_dim)
     init_method = _normal(config.initializer_range)
@@ -145,7 +141,7 @@ def build_model(
     """Build this rank's model, frozen, with its weights loaded.
 
     Args:
-        config: transformers configuration.
+        config: transformers configuration that `family.check` has passed.
         family: Its family.
         folder: Folder with safetensors, None for random weights.
         layout: Where this rank stands.
@@ -156,7 +152,7 @@ def build_model(
         The model on this rank's device, every parameter frozen.
 
     Raises:
-        ConfigError: If the model is not one that can be trained exactly.
+        ConfigError: If the vocabulary does not divide, or the checkpoint holds other weights than the model.
         BackendError: If the checkpoint does not fit the configuration.
     """
     if config.vocab_size % layout.tensor_size:

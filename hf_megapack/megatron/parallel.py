@@ -4,6 +4,7 @@ One process without a launcher gets a world of its own that opens no port. Sizes
 refused until the layers that they need are there.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ def join_world() -> None:
             "train alone. Launch with torchrun, or with accelerate and a config whose distributed_type is MULTI_GPU "
             "(and use_cpu=True in MegaPackConfig on a machine without GPUs); or unset WORLD_SIZE."
         )
+    # transformers takes a process group for a launcher's and advises one; this world is one process on purpose.
+    logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode" not in record.getMessage())
     dist.init_process_group("nccl" if has_gpu() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from hf_megapack.errors import ConfigError
+from hf_megapack.megatron.rotary import rotary_frequencies
 from hf_megapack.weights.names import HeadLayout, WeightRule
 
 
@@ -44,7 +45,8 @@ class DenseFamily:
         """Refuse what would not compute the same model.
 
         Raises:
-            ConfigError: For an activation other than SiLU or a dropout in attention.
+            ConfigError: For an activation other than SiLU, a dropout in attention, an unknown kind of layer, a window
+                that is not set, or a rotary scaling that packing cannot reproduce.
         """
         if config.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' (SwiGLU) is.")
@@ -57,6 +59,8 @@ class DenseFamily:
         unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ConfigError(f"Layers of type {', '.join(unknown)} are not supported for {self.model_type}.")
+        self.windows(config)
+        rotary_frequencies(config, self.heads(config).head_dim)
 
     def rules(self, config: PretrainedConfig) -> list[WeightRule]:
         """Return the rules of the whole model, embedding first.
