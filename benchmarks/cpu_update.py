@@ -144,6 +144,10 @@ def run_megapack(
 def load_examples(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> Dataset:
     """Return the first examples of the data, one per assistant turn, as input_ids and labels, shortest first.
 
+    Args:
+        tokenizer: With the chat template to render with.
+        options: The command line.
+
     Raises:
         SystemExit: If there are too few.
     """
