@@ -4,6 +4,7 @@ One process without a launcher gets a world of its own that opens no port. Sizes
 refused until the layers that they need are there.
 """
 
+import atexit
 import logging
 import os
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ def join_world() -> None:
     # transformers takes a process group for a launcher's and advises one; this world is one process on purpose.
     logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode" not in record.getMessage())
     dist.init_process_group("nccl" if has_gpu() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_leave_world)
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def initialize_parallel() -> ParallelLayout:
