@@ -13,7 +13,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     "batch": set(),
     "errors": set(),
-    "packing": set(),
+    "picture": set(),
+    "packing": {"picture"},
     "kernels": set(),
     "data": {"packing"},
     "weights": set(),
@@ -24,6 +25,7 @@ MAY_IMPORT = {
     "meter": {"packing"},
     "guard": {"ranks"},
     "loading": {"config", "data", "packing", "ranks"},
+    "inspect": {"config", "data", "loading", "packing", "picture"},
     "saving": {"weights"},
     "checks": {"arguments", "config", "data", "guard", "weights"},
     "trainer": {

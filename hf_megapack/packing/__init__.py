@@ -8,7 +8,7 @@ from hf_megapack.packing.alignment import NO_ALIGNMENT, Alignment
 from hf_megapack.packing.bins import PACKING_STRATEGIES, adjust_bin_count, pack_sequences
 from hf_megapack.packing.examples import ExampleSet, gather_examples
 from hf_megapack.packing.plan import UpdatePlan, plan_update
-from hf_megapack.packing.report import PackingReport, estimate_sharing
+from hf_megapack.packing.report import ExampleCosts, PackingReport, estimate_sharing
 from hf_megapack.packing.rows import lay_out_row, num_visible_pairs
 from hf_megapack.packing.schedule import RankLayout, schedule_rows, slots_cost
 from hf_megapack.packing.tree import Forest, build_forest
@@ -17,6 +17,7 @@ __all__ = [
     "NO_ALIGNMENT",
     "PACKING_STRATEGIES",
     "Alignment",
+    "ExampleCosts",
     "ExampleSet",
     "Forest",
     "PackingReport",

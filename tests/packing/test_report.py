@@ -1,12 +1,19 @@
 """Token accounting against counts made by hand."""
 
 import dataclasses
+import random
 
 import pytest
 
 from hf_megapack.data.collator import PrefixTreeCollator
-from hf_megapack.packing import Alignment, PackingReport, RankLayout, estimate_sharing, schedule_rows
-from tests.helpers.brute_force_tree import as_examples, branch, fixture_examples
+from hf_megapack.packing import Alignment, ExampleCosts, PackingReport, RankLayout, estimate_sharing, schedule_rows
+from hf_megapack.packing.schedule import PAIRS_PER_SLOT
+from tests.helpers.brute_force_tree import ancestor_mask, as_examples, branch, fixture_examples, random_examples
+
+
+def num_pairs(num_tokens: int) -> int:
+    """Return what attention computes for a plain sequence."""
+    return sum(range(1, num_tokens + 1))
 
 
 def test_counts_of_the_fixture_on_two_ranks():
@@ -15,6 +22,12 @@ def test_counts_of_the_fixture_on_two_ranks():
     schedule = schedule_rows([row.input_ids.size for row in batch.rows], RankLayout(data_parallel_size=2))
     batch = dataclasses.replace(batch, schedule=schedule)
     report = PackingReport.from_batch(batch)
+    # Rank 0 runs the row of 331 and the dummy, rank 1 the others; 217 and 241 tokens share 127.
+    cost_331, cost_205, cost_193 = (
+        331 + (num_pairs(217) + num_pairs(241) - num_pairs(127)) / PAIRS_PER_SLOT,
+        205 + num_pairs(205) / PAIRS_PER_SLOT,
+        193 + num_pairs(193) / PAIRS_PER_SLOT,
+    )
     assert report == PackingReport(
         num_updates=1,
         num_examples=4,
@@ -26,7 +39,11 @@ def test_counts_of_the_fixture_on_two_ranks():
         num_dummy_slots=193,
         num_loss_tokens=216,
         packing_seconds=batch.packing_seconds,
+        heaviest_load=pytest.approx(cost_331 + cost_193),
+        mean_load=pytest.approx((cost_331 + cost_205 + 2 * cost_193) / 2),
     )
+    assert report.imbalance == pytest.approx((cost_331 + cost_193) / ((cost_331 + cost_205 + 2 * cost_193) / 2) - 1)
+    assert report.fill(400) == pytest.approx((331 + 205 + 193) / 1200)
     assert report.sharing == pytest.approx(856 / 922)
     assert report.shared_share == pytest.approx(127 / 856)
 
@@ -56,7 +73,58 @@ def test_reports_add_up():
     two = sum([one, one], PackingReport())
     assert (two.num_updates, two.num_examples, two.num_executed_tokens) == (2, 8, 2 * 729)
     assert two.sharing == one.sharing
-    assert PackingReport().sharing == 0
+    assert PackingReport().sharing == PackingReport().imbalance == PackingReport().fill(384) == 0
+
+
+def test_rows_are_kept_only_when_asked_for_and_add_up_in_order():
+    collator = PrefixTreeCollator(packed_sequence_length=384)
+    batches = [collator(as_examples(fixture_examples(name))) for name in ("all", "last")]
+    assert PackingReport.from_batch(batches[0]).batches == ()
+    kept = sum((PackingReport.from_batch(batch, keep_rows=True) for batch in batches), PackingReport())
+    assert [id(batch) for batch in kept.batches] == [id(batch) for batch in batches]
+
+
+def test_costs_of_the_fixture():
+    """Three examples share 127 slots; the fourth begins differently and shares none."""
+    costs = ExampleCosts.from_batch(
+        PrefixTreeCollator(packed_sequence_length=1024)(as_examples(fixture_examples("all")))
+    )
+    assert costs.num_tokens.tolist() == [193, 217, 241, 205]
+    assert costs.num_own_slots.tolist() == [193 - 127, 217 - 127, 241 - 127, 205]
+    shared = num_pairs(127)
+    assert costs.num_own_pairs.tolist() == [
+        num_pairs(193) - shared,
+        num_pairs(217) - shared,
+        num_pairs(241) - shared,
+        num_pairs(205),
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["prefix_tree", "mffd"])
+def test_costs_are_those_of_the_dense_mask(strategy):
+    """The oracle counts what slots of one owner see in the mask of ancestors, row by row."""
+    rng = random.Random(7)
+    num_shared = 0
+    for _ in range(30):
+        examples = random_examples(rng, "all")
+        batch = PrefixTreeCollator(packed_sequence_length=200, packing_strategy=strategy, min_shared_tokens=2)(
+            as_examples(examples)
+        )
+        slots, pairs = [0] * len(examples), [0] * len(examples)
+        for row in batch.rows:
+            mask = ancestor_mask(row.segments, row.input_ids.size)
+            table = row.segments
+            for index in range(table.start.size):
+                owners = table.examples[table.example_offsets[index] : table.example_offsets[index + 1]].tolist()
+                num_shared += len(owners) > 1
+                if len(owners) == 1:
+                    slots[owners[0]] += int(table.end[index] - table.start[index])
+                    pairs[owners[0]] += int(mask[table.start[index] : table.end[index]].sum())
+        costs = ExampleCosts.from_batch(batch)
+        assert costs.num_tokens.tolist() == [len(ids) for ids, _ in examples]
+        assert costs.num_own_slots.tolist() == slots
+        assert costs.num_own_pairs.tolist() == pairs
+    assert (num_shared > 0) == (strategy == "prefix_tree")
 
 
 def test_estimate_sharing_in_both_orders():
