@@ -30,7 +30,6 @@ _MINIMUM = {
 }
 # What is built so far, where the field's type allows more.
 _SUPPORTED = {
-    "group_by_prefix": (False,),
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "virtual_pipeline_parallel_size": (1,),
@@ -96,7 +95,9 @@ class MegaPackConfig(TrainingArguments):
         "together, or single examples.",
     )
     group_by_prefix: bool = _option(
-        False, "Put examples with equal prefixes into the same update. Only False is supported."
+        False,
+        "Bring examples with common prefixes into the same update, within windows of 4,096 examples or 16 updates of "
+        "the shuffled order. It changes which examples an update learns from, not how many.",
     )
     sequence_length_multiple: int | None = _option(
         None, "Pad every root sequence of a row to this multiple. None takes what the layout needs."
@@ -218,6 +219,16 @@ class MegaPackConfig(TrainingArguments):
             raise ConfigError(
                 f"optim={self.optim.value!r} is not supported: only optimizers that treat every element alike update "
                 f"shards of a matrix correctly. Allowed: {', '.join(ELEMENTWISE_OPTIMIZERS)}."
+            )
+        if self.group_by_prefix and self.packing_strategy != "prefix_tree":
+            raise ConfigError(
+                f"group_by_prefix=True helps to share prefixes; packing_strategy={self.packing_strategy!r} does not "
+                "share. Use 'prefix_tree', or leave group_by_prefix out."
+            )
+        if self.group_by_prefix and self.train_sampling_strategy == "sequential":
+            raise ConfigError(
+                "group_by_prefix=True rearranges the shuffled order, train_sampling_strategy='sequential' keeps the "
+                "dataset's. Leave one of them out."
             )
         if self.train_sampling_strategy == "group_by_length":
             raise ConfigError(

@@ -4,22 +4,24 @@ Rank 0 reads, renders and packs. Every other rank holds placeholders of the same
 progress agree, and gets its batches from rank 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from hf_megapack.batch import PackedBatch
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.chat import prepare_dataset
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.sampler import UpdateSampler
-from hf_megapack.packing import Alignment, estimate_sharing
+from hf_megapack.packing import Alignment, ExampleSet, PrefixOrder, estimate_sharing, gather_examples, order_by_prefix
 from hf_megapack.ranks import from_rank_zero
 
 _ESTIMATED_EXAMPLES = 512
+# What grouping would give is news from this factor on.
+_WORTH_TELLING = 1.05
+_EXAMPLES_PER_READ = 64
 
 
 def prepare_on_rank_zero(dataset: Any, processing_class: Any, args: MegaPackConfig) -> Any:
@@ -76,7 +78,7 @@ def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_si
 
 def build_loader(
     dataset: Sequence,
-    collator: Callable[[list], PackedBatch],
+    collator: PrefixTreeCollator,
     args: MegaPackConfig,
     *,
     update_size: int,
@@ -84,10 +86,12 @@ def build_loader(
 ) -> DataLoader:
     """Return a plain DataLoader of updates, which `skip_first_batches` can rebuild when training resumes.
 
+    Grouping by prefix reads the dataset once, on rank 0; the other ranks only count updates.
+
     Args:
         dataset: What `prepare_on_rank_zero` returned.
         collator: Examples to one packed update.
-        args: The loader options.
+        args: The loader options; `group_by_prefix` concerns training alone.
         update_size: Examples of one update.
         is_training: Whether to shuffle, and to leave out a smaller last update if the arguments say so.
     """
@@ -103,6 +107,7 @@ def build_loader(
             conversation_ids=_conversation_ids(dataset),
             shuffle_unit=args.shuffle_unit,
             drop_last=is_training and args.dataloader_drop_last,
+            prefix_order=_prefix_order(dataset, collator, args) if is_training and args.group_by_prefix else None,
         ),
         collate_fn=collator if reads else _nothing,
         num_workers=workers,
@@ -114,31 +119,55 @@ def build_loader(
     )
 
 
-def describe_sharing(measured: float, dataset: Sequence, collator: PrefixTreeCollator, examples_per_update: int) -> str:
-    """Return one sentence on what sharing prefixes saves, and what grouping examples by prefix would.
+def describe_sharing(
+    measured: float, dataset: Sequence, collator: PrefixTreeCollator, args: MegaPackConfig, *, update_size: int
+) -> str:
+    """Return one sentence on what sharing prefixes saves, and what grouping examples by prefix does or would.
 
     Args:
         measured: Logical tokens per executed token so far.
         dataset: The tokenized training set.
         collator: Its packing options.
-        examples_per_update: Examples of one update.
+        args: Says whether examples are grouped already.
+        update_size: Examples of one update.
     """
     text = f"Each executed token stands for {measured:.2f} tokens of the data"
-    num_examples = min(len(dataset), max(_ESTIMATED_EXAMPLES, 4 * examples_per_update))
-    if num_examples <= examples_per_update:
+    if args.group_by_prefix:
+        return f"{text}, with examples grouped by prefix (group_by_prefix)."
+    num_examples = min(len(dataset), max(_ESTIMATED_EXAMPLES, 4 * update_size))
+    if num_examples <= update_size or collator.packing_strategy != "prefix_tree":
         return f"{text}."
     _, grouped = estimate_sharing(
         [dataset[index] for index in range(num_examples)],
-        examples_per_update,
+        update_size,
         packed_sequence_length=collator.packed_sequence_length,
         min_shared_tokens=collator.min_shared_tokens,
         share_supervised=collator.share_supervised,
         alignment=collator.alignment,
     )
-    return (
-        f"{text}; grouping examples by prefix (group_by_prefix) would make it {grouped:.2f}, judging by {num_examples} "
-        "examples."
+    judged = f"judging by the first {num_examples} examples"
+    if grouped < _WORTH_TELLING * measured:
+        return f"{text}; group_by_prefix=True would hardly raise that, {judged}."
+    return f"{text}; group_by_prefix=True would make it about {grouped:.2f}, {judged}."
+
+
+def _prefix_order(dataset: Sequence, collator: PrefixTreeCollator, args: MegaPackConfig) -> PrefixOrder | None:
+    """Sort the dataset on rank 0 by what its examples may share; the other ranks get None, or rank 0's error."""
+    return from_rank_zero(
+        lambda: order_by_prefix(_read_parts(dataset, collator.share_supervised)),
+        encode=lambda _order: b"",
+        decode=lambda _nothing: None,
+        device=args.device,
     )
+
+
+def _read_parts(dataset: Dataset, share_supervised: bool) -> Iterable[ExampleSet]:
+    """Yield the whole dataset, a few examples at a time."""
+    columns = dataset.select_columns(["input_ids", "loss_mask"])
+    for part in columns.iter(batch_size=_EXAMPLES_PER_READ):
+        pairs = zip(part["input_ids"], part["loss_mask"], strict=True)
+        examples = [{"input_ids": ids, "loss_mask": mask} for ids, mask in pairs]
+        yield gather_examples(examples, share_supervised=share_supervised)
 
 
 def _conversation_ids(dataset: Sequence) -> Any:

@@ -250,8 +250,8 @@ class MegaPackTrainer(Trainer):
     def _tell_sharing(self) -> None:
         self._sharing_told = True
         if self.is_world_process_zero():
-            num_examples = self.get_total_train_batch_size(self.args)
-            text = describe_sharing(self._meter.total.sharing, self.train_dataset, self.data_collator, num_examples)
+            size, sharing = self.get_total_train_batch_size(self.args), self._meter.total.sharing
+            text = describe_sharing(sharing, self.train_dataset, self.data_collator, self.args, update_size=size)
             # A warning, because transformers hides anything less by default and this is advice on a setting.
             logger.warning(text)
 

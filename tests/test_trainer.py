@@ -19,6 +19,7 @@ from hf_megapack import saving
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import BackendError, ConfigError, DataError, ExportError, NonFiniteResultError
+from hf_megapack.loading import describe_sharing
 from hf_megapack.trainer import MegaPackTrainer
 from tests.helpers.fake_backend import PREFIX, FakeBackend
 
@@ -33,6 +34,14 @@ def token_rows(count: int) -> list[dict]:
         answer = [1000 + 7 * index + k for k in range(3 + index % 4)]
         rows.append({"input_ids": PROMPT + answer, "labels": [-100] * len(PROMPT) + answer})
     return rows
+
+
+def rows_of_four_prompts(count: int) -> list[dict]:
+    """Return ready examples whose prompts, 70 tokens each, take turns."""
+    return [
+        {**row, "input_ids": [200 + index % 4] * 70 + row["input_ids"][70:]}
+        for index, row in enumerate(token_rows(count))
+    ]
 
 
 class FakeTrainer(MegaPackTrainer):
@@ -259,8 +268,18 @@ def test_accelerate_never_sees_the_model(make, monkeypatch):
     assert make(max_steps=2).train().global_step == 2
 
 
-def test_the_log_tells_what_sharing_gives(make, caplog):
-    trainer = make(rows=12, max_steps=4)
+@pytest.mark.parametrize(
+    ("options", "ending"),
+    [
+        # Four prompts take turns: an update of two examples shares nothing, sorted ones share 70 of about 75 tokens.
+        ({"rows": 16, "train_sampling_strategy": "sequential"}, "group_by_prefix=True would make it about 1.8"),
+        ({"rows": 16, "group_by_prefix": True}, "with examples grouped by prefix (group_by_prefix)."),
+        ({"rows": 2}, "tokens of the data."),
+        ({"rows": 16, "packing_strategy": "ffd"}, "tokens of the data."),
+    ],
+)
+def test_the_log_tells_what_sharing_gives_and_what_grouping_would(make, caplog, options, ending):
+    trainer = make(max_steps=4, **{**options, "rows": rows_of_four_prompts(options["rows"])})
     transformers_logging.enable_propagation()
     logging.getLogger("hf_megapack").propagate = True
     try:
@@ -270,7 +289,34 @@ def test_the_log_tells_what_sharing_gives(make, caplog):
         transformers_logging.disable_propagation()
     told = [r.getMessage() for r in caplog.records if "Each executed token stands for" in r.getMessage()]
     assert len(told) == 1
-    assert "group_by_prefix" in told[0]
+    assert ending in told[0]
+    assert told[0].startswith(f"Each executed token stands for {1.83 if 'group_by_prefix' in options else 1:.1f}")
+
+
+def test_the_log_does_not_advise_grouping_that_gives_nothing(make):
+    """All rows have one prompt."""
+    trainer = make(rows=12)
+    text = describe_sharing(1.83, trainer.train_dataset, trainer.data_collator, trainer.args, update_size=2)
+    assert "group_by_prefix=True would hardly raise that, judging by the first 12 examples." in text
+
+
+@pytest.mark.parametrize("unit", ["conversation", "example"])
+def test_grouped_updates_share_a_prompt_and_hold_every_example_once(make, unit):
+    rows = rows_of_four_prompts(16)
+    trainer = make(rows=rows, max_steps=-1, num_train_epochs=2, group_by_prefix=True, shuffle_unit=unit)
+    assert trainer.train().global_step == 16
+    epochs = trainer.backend.calls[:8], trainer.backend.calls[8:]
+    for batches in epochs:
+        examples = [examples_of(batch) for batch in batches]
+        assert all(len(pair) == 2 and pair[0][:70] == pair[1][:70] for pair in examples)
+        assert sorted(example for pair in examples for example in pair) == sorted(tuple(r["input_ids"]) for r in rows)
+    first, second = ([examples_of(batch) for batch in batches] for batches in epochs)
+    assert first != second
+
+
+def test_evaluation_is_never_regrouped(make):
+    trainer = make(eval_dataset=Dataset.from_list(rows_of_four_prompts(8)), group_by_prefix=True)
+    assert list(trainer.get_eval_dataloader().batch_sampler) == [list(range(8))]
 
 
 def test_chats_are_rendered_packed_and_learned(make, chat_examples):
@@ -415,8 +461,10 @@ def test_a_nan_in_evaluation_is_reported_not_hidden(make):
         {"rows": 4, "gradient_accumulation_steps": 1},
         {"rows": 10, "gradient_accumulation_steps": 2, "optim": "sgd", "optim_args": "momentum=0.9"},
         {"rows": 10, "lr_scheduler_type": "cosine", "warmup_steps": 1, "dataloader_num_workers": 1},
+        {"rows": rows_of_four_prompts(6), "group_by_prefix": True},
+        {"rows": rows_of_four_prompts(11), "group_by_prefix": True, "shuffle_unit": "example"},
     ],
-    ids=["mid-epoch", "epoch boundary", "accumulation and momentum", "cosine, worker"],
+    ids=["mid-epoch", "epoch boundary", "accumulation and momentum", "cosine, worker", "grouped", "grouped examples"],
 )
 def test_resuming_is_bit_equal_to_no_interruption(make, tmp_path, options):
     whole = make(max_steps=4, **options)

@@ -7,6 +7,7 @@ often as it occurs; nothing is truncated, dropped or moved to another update. Th
 from hf_megapack.packing.alignment import NO_ALIGNMENT, Alignment
 from hf_megapack.packing.bins import PACKING_STRATEGIES, adjust_bin_count, pack_sequences
 from hf_megapack.packing.examples import ExampleSet, gather_examples
+from hf_megapack.packing.grouping import PrefixOrder, order_by_prefix, prefix_families, shuffle_by_prefix
 from hf_megapack.packing.plan import UpdatePlan, plan_update
 from hf_megapack.packing.report import ExampleCosts, PackingReport, estimate_sharing
 from hf_megapack.packing.rows import lay_out_row, num_visible_pairs
@@ -21,6 +22,7 @@ __all__ = [
     "ExampleSet",
     "Forest",
     "PackingReport",
+    "PrefixOrder",
     "RankLayout",
     "UpdatePlan",
     "adjust_bin_count",
@@ -29,8 +31,11 @@ __all__ = [
     "gather_examples",
     "lay_out_row",
     "num_visible_pairs",
+    "order_by_prefix",
     "pack_sequences",
     "plan_update",
+    "prefix_families",
     "schedule_rows",
+    "shuffle_by_prefix",
     "slots_cost",
 ]
