@@ -1,5 +1,6 @@
 """Inspection shows what the trainer would pack: tables against reports made by hand, the picture by its artists."""
 
+import dataclasses
 import json
 import re
 import struct
@@ -17,7 +18,7 @@ from hf_megapack.data.sampler import UpdateSampler
 from hf_megapack.data.sources import read_dataset
 from hf_megapack.errors import ConfigError, DataError
 from hf_megapack.inspect import CostlyExample, example_table, main
-from hf_megapack.packing import Alignment, PackingReport, slots_cost
+from hf_megapack.packing import Alignment, PackingReport, RankLayout, schedule_rows, slots_cost
 from tests.helpers.assets import ASSETS, load_conversations
 from tests.helpers.brute_force_tree import as_examples, fixture_examples
 
@@ -246,6 +247,24 @@ def test_labels_of_twelve_rows_neither_overlap_nor_leave_the_picture():
         assert one.y0 >= 0
         assert one.y1 <= figure.bbox.y1
         assert not any(one.overlaps(other) for other in extents[:index])
+
+
+def test_a_full_legend_stays_in_one_line_above_the_rows():
+    """Nine nested prefixes on two ranks: five of the depths 0 to 8, reuse, learned slots, padding and a dummy."""
+    examples = [([*range(100 * level), 5000 + level, 6000], [0] * (100 * level + 1) + [1]) for level in range(1, 10)]
+    batch = PrefixTreeCollator(packed_sequence_length=2048, alignment=Alignment(packed_multiple=512))(
+        as_examples(examples)
+    )
+    batch = dataclasses.replace(batch, schedule=schedule_rows([1.0], RankLayout(data_parallel_size=2)))
+    figure = PackingReport.from_batch(batch, keep_rows=True).plot()
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names[:5] == [f"depth {depth}" for depth in (0, 2, 4, 6, 8)]
+    assert names[5:] == ["prefix reused here", "loss-bearing", "padding", "dummy"]
+    figure.draw_without_rendering()
+    extent = legend.get_window_extent()
+    assert extent.y0 >= figure.axes[0].get_window_extent().y1
+    assert extent.x1 <= figure.bbox.x1
 
 
 def test_a_report_without_rows_says_how_to_keep_them():
