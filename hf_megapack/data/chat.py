@@ -14,12 +14,12 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import ConfigError, DataError
-from .encoding import TextEncoder
-from .formats import FORMATS, Conversation, ReadyTokens, TextPair, read_row, recognise_format
-from .lengths import LengthPolicy, Outcome, log_outcomes
-from .masks import mask_tokens
-from .template import ChatTemplate, Span
+from hf_megapack.data.encoding import TextEncoder
+from hf_megapack.data.formats import FORMATS, Conversation, ReadyTokens, TextPair, read_row, recognise_format
+from hf_megapack.data.lengths import LengthPolicy, Outcome, log_outcomes
+from hf_megapack.data.masks import mask_tokens
+from hf_megapack.data.template import ChatTemplate, Span
+from hf_megapack.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..errors import DataError
-from .formats import Conversation
+from hf_megapack.data.formats import Conversation
+from hf_megapack.errors import DataError
 
 _MARK = "Zq7x"
 

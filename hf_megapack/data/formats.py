@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..batch import IGNORE_LABEL
-from ..errors import DataError
+from hf_megapack.batch import IGNORE_LABEL
+from hf_megapack.errors import DataError
 
 # Format -> (columns that define it, columns that may accompany it).
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..errors import ConfigError, DataError
+from hf_megapack.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 

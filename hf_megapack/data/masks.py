@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .template import Span
+from hf_megapack.data.template import Span
 
 
 def token_extents(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

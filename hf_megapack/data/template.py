@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..errors import ConfigError, DataError
-from .completeness import CompletenessCheck
-from .formats import Conversation
+from hf_megapack.data.completeness import CompletenessCheck
+from hf_megapack.data.formats import Conversation
+from hf_megapack.errors import ConfigError, DataError
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
