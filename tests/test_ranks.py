@@ -91,6 +91,9 @@ def check_training(rank: int, folder: str) -> None:
     resumed.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
     again = torch.cat([p.detach().flatten() for p in resumed.backend.parameters.values()])
     assert torch.equal(mine, again)
+    grouped = build(f"{folder}-grouped", group_by_prefix=True)
+    grouped.train()
+    assert [batch.num_examples for batch in grouped.backend.calls] == [2, 2, 2, 2]
 
 
 def check_failures(rank: int, folder: str) -> None:
