@@ -1,13 +1,14 @@
 """Refuse templates that leave out, in silence, part of what they were given: tools, tool calls, reasoning, whole turns.
 
-A cheap look for the text comes first. Where it finds nothing, the conversation is rendered once more with that part
-changed; a template that then writes the same text did not use the part.
+A cheap look for the text comes first. Whatever it does not find is changed, each part by a mark of its own, and the
+conversation is rendered once more: a mark that shows up proves its part. For a mark that does not, that part alone is
+changed; a template that then writes the same text did not use it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from hf_megapack.data.formats import Conversation
 from hf_megapack.errors import DataError
@@ -15,14 +16,14 @@ from hf_megapack.errors import DataError
 _MARK = "Zq7x"
 
 
-class Renderer(Protocol):
-    """What can render a conversation; `ChatTemplate` does."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Suspect:
+    """A part of a turn that the render does not show at first sight."""
 
-    name: str
-
-    def render(self, conversation: Conversation, row: int) -> str:
-        """Return the rendered text."""
-        ...
+    turn: int
+    what: str
+    # Returns the message with this part changed by a mark.
+    change: Callable[[dict[str, Any], str], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +31,16 @@ class CompletenessCheck:
     """One render, to be checked against the conversation that it was made from.
 
     Attributes:
-        template: What rendered the text.
+        render: Gives the text of a conversation as `text` was made; may raise DataError.
+        name: Tokenizer name for error messages.
         conversation: What was rendered.
         text: The render.
         spans: Character spans of the assistant turns that are learned.
         row: Row for error messages.
     """
 
-    template: Renderer
+    render: Callable[[Conversation], str]
+    name: str
     conversation: Conversation
     text: str
     spans: Mapping[int, Sequence[tuple[int, int]]]
@@ -55,64 +58,101 @@ class CompletenessCheck:
         tools = self.conversation.tools
         if tools and not any(_as_json(tool) in self.text for tool in tools):
             self._refuse_if_unused(replace(self.conversation, tools=None), None, "every one of the given tools")
+        suspects = []
         for turn, message in enumerate(self.conversation.messages[first:], first):
             content = message["content"]
             if content.strip() not in self.text:
-                self._refuse_if_unchanged(turn, {"content": f"{content} {_MARK}"}, "the text of this turn")
-            self._check_reasoning(turn, message)
+                suspects.append(_Suspect(turn=turn, what="the text of this turn", change=_change_content))
+            suspects += self._suspect_reasoning(turn, message)
             for position in range(len(message.get("tool_calls", ()))):
-                self._check_call(turn, message, position)
+                suspects += self._suspect_call(turn, message, position)
+        if suspects:
+            self._judge(suspects)
 
-    def _check_reasoning(self, turn: int, message: dict[str, Any]) -> None:
+    def _suspect_reasoning(self, turn: int, message: dict[str, Any]) -> list[_Suspect]:
         if turn not in self.spans:
-            return
-        content, reasoning, changes = message["content"], message.get("reasoning_content"), {}
+            return []
+        content, reasoning = message["content"], message.get("reasoning_content")
         if isinstance(reasoning, str):
-            changes = {"reasoning_content": reasoning + _MARK}
+            change = _change_reasoning
         elif "</think>" in content:
-            reasoning = content.split("</think>")[0].split("<think>")[-1]
-            changes = {"content": content.replace("</think>", f"{_MARK}</think>", 1)}
-        if changes and reasoning.strip() not in self._shown(turn):
-            self._refuse_if_unchanged(turn, changes, 'the reasoning of this turn (try assistant_mask="each")')
+            reasoning, change = content.split("</think>")[0].split("<think>")[-1], _change_inline_reasoning
+        else:
+            return []
+        if reasoning.strip() in self._shown(turn):
+            return []
+        what = 'the reasoning of this turn (try assistant_mask="each")'
+        return [_Suspect(turn=turn, what=what, change=change)]
 
-    def _check_call(self, turn: int, message: dict[str, Any], position: int) -> None:
-        calls = message["tool_calls"]
-        call = calls[position]
+    def _suspect_call(self, turn: int, message: dict[str, Any], position: int) -> list[_Suspect]:
+        call = message["tool_calls"][position]
         function = call.get("function", call)
         name, arguments = function["name"], function["arguments"]
         shown = self._shown(turn)
-        altered = {}
-        if name not in shown:
-            altered["name"] = {"name": name + _MARK}
-        if _as_json(arguments) not in shown:
-            altered["arguments"] = {"arguments": {**arguments, _MARK: _MARK}}
-        for part, change in altered.items():
-            changed = {**function, **change}
-            changed_call = {**call, "function": changed} if "function" in call else changed
-            changes = {"tool_calls": [*calls[:position], changed_call, *calls[position + 1 :]]}
-            self._refuse_if_unchanged(turn, changes, f"the {part} of tool call {name!r}")
+        parts = [("name", name not in shown), ("arguments", _as_json(arguments) not in shown)]
+        return [
+            _Suspect(turn=turn, what=f"the {part} of tool call {name!r}", change=_change_call(position, part))
+            for part, is_suspect in parts
+            if is_suspect
+        ]
 
     def _shown(self, turn: int) -> str:
         """Return the part of the render in which a turn should be: its spans if it is learned, else all of it."""
         return "".join(self.text[start:end] for start, end in self.spans.get(turn, ())) or self.text
 
-    def _refuse_if_unchanged(self, turn: int, changes: dict[str, Any], what: str) -> None:
+    def _judge(self, suspects: Sequence[_Suspect]) -> None:
+        marks = [f"{_MARK}{index}e" for index in range(len(suspects))]
         messages = list(self.conversation.messages)
-        messages[turn] = {**messages[turn], **changes}
-        self._refuse_if_unused(replace(self.conversation, messages=messages), turn, what)
+        for suspect, mark in zip(suspects, marks, strict=True):
+            messages[suspect.turn] = suspect.change(messages[suspect.turn], mark)
+        try:
+            marked = self.render(replace(self.conversation, messages=messages))
+        except DataError:
+            marked = ""  # One of the changes is refused; each is tried alone.
+        for suspect, mark in zip(suspects, marks, strict=True):
+            if mark not in marked:
+                messages = list(self.conversation.messages)
+                messages[suspect.turn] = suspect.change(messages[suspect.turn], _MARK)
+                self._refuse_if_unused(replace(self.conversation, messages=messages), suspect.turn, suspect.what)
 
     def _refuse_if_unused(self, changed: Conversation, turn: int | None, what: str) -> None:
         """Raise if a conversation that differs in one part renders to the same text."""
         try:
-            is_unused = self.template.render(changed, self.row) == self.text
+            is_unused = self.render(changed) == self.text
         except DataError:
             return  # The template looked at the part closely enough to refuse the changed one.
         if is_unused:
             role = "" if turn is None else f", turn {turn} ({self.conversation.messages[turn]['role']})"
             raise DataError(
-                f"row {self.row}{role}: the chat template of {self.template.name} leaves out {what}, so it would be "
+                f"row {self.row}{role}: the chat template of {self.name} leaves out {what}, so it would be "
                 f"missing from training; pass chat_template= a template that renders it, or remove it from the data"
             )
+
+
+def _change_content(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    return {**message, "content": f"{message['content']} {mark}"}
+
+
+def _change_reasoning(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    return {**message, "reasoning_content": message["reasoning_content"] + mark}
+
+
+def _change_inline_reasoning(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    return {**message, "content": message["content"].replace("</think>", f"{mark}</think>", 1)}
+
+
+def _change_call(position: int, part: str) -> Callable[[dict[str, Any], str], dict[str, Any]]:
+    """Return a change of one part, name or arguments, of one tool call."""
+
+    def change(message: dict[str, Any], mark: str) -> dict[str, Any]:
+        calls = list(message["tool_calls"])
+        call = calls[position]
+        function = dict(call.get("function", call))
+        function[part] = function[part] + mark if part == "name" else {**function[part], mark: mark}
+        calls[position] = {**call, "function": function} if "function" in call else function
+        return {**message, "tool_calls": calls}
+
+    return change
 
 
 def _as_json(value: Any) -> str:

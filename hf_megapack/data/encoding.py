@@ -67,7 +67,7 @@ class TextEncoder:
 
     def _last_shared_split(self, first: str, second: str) -> tuple[int, int | None]:
         """Return where the last control token in the common beginning of two texts starts, and its id."""
-        length = _common_length(first, second)
+        length = common_length(first, second)
         if length < _MIN_SHARED_CHARACTERS:
             return 0, None
         cut, token = max(((first.rfind(token, 0, length), token) for token in self._split_ids), default=(-1, ""))
@@ -79,8 +79,13 @@ def _as_arrays(encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
 
-def _common_length(first: str, second: str) -> int:
-    """Return how many leading characters two texts share."""
+def common_length(first: str, second: str) -> int:
+    """Return how many leading characters two texts share.
+
+    Example:
+        >>> common_length("abc", "abd")
+        2
+    """
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -5,18 +5,24 @@ against the messages, or from prefix rendering; where neither proves the span, t
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any
-
-from transformers.utils.chat_template_utils import render_jinja_template
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NoReturn
 
 from hf_megapack.data.completeness import CompletenessCheck
+from hf_megapack.data.encoding import common_length
 from hf_megapack.data.formats import Conversation
+from hf_megapack.data.habits import PROBE, TemplateHabits
+from hf_megapack.data.refusals import advice, changed_text
+from hf_megapack.data.regions import Span
+from hf_megapack.data.rendering import TemplateRenderer
+from hf_megapack.data.tags import spans_hold_their_turns
 from hf_megapack.errors import ConfigError, DataError
 
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-Span = tuple[int, int]
+# Turns x messages of a conversation in which every learned turn is rendered as a prefix of its own.
+_MAX_PREFIX_WORK = 40_000
+_PREFIXES_OF_LONG_CONVERSATION = 32
 
 
 class ChatTemplate:
@@ -29,30 +35,12 @@ class ChatTemplate:
         name: Tokenizer name for error messages.
     """
 
-    def __init__(self, text: str, *, special_tokens: dict[str, str], end_tokens: Sequence[str], name: str) -> None:
-        self.text = text
-        self.has_tags = _GENERATION_TAG.search(text) is not None
-        self._special_tokens = special_tokens
+    def __init__(self, text: str, *, special_tokens: Mapping[str, str], end_tokens: Sequence[str], name: str) -> None:
+        self._renderer = TemplateRenderer(text, special_tokens=special_tokens, name=name)
+        self._habits = TemplateHabits(self._renderer)
         self._end_tokens = tuple(sorted(end_tokens))
         self._end_token = re.compile("|".join(map(re.escape, self._end_tokens)) or "(?!)")
         self.name = name
-
-    def render(self, conversation: Conversation, row: int, *, stop: int | None = None, prompt: bool = False) -> str:
-        """Render the messages before `stop` (all of them for None), with the generation prompt if `prompt`.
-
-        Args:
-            conversation: What to render.
-            row: Row for error messages.
-            stop: Number of messages to render.
-            prompt: Whether to ask for the text that invites an assistant turn.
-
-        Returns:
-            The rendered text.
-
-        Raises:
-            DataError: If the template raises; names the first turn at which it does.
-        """
-        return self._render(conversation, row, stop, prompt)[0]
 
     def conversation_spans(
         self, conversation: Conversation, turns: Sequence[int], row: int
@@ -70,14 +58,17 @@ class ChatTemplate:
         Raises:
             DataError: If a span cannot be proved, or the template leaves out part of the conversation.
         """
-        if self.has_tags:
-            text, spans = self._tagged_spans(conversation, None, row)
+        if self._renderer.has_tags:
+            text, spans = self._tagged_spans(conversation, row, is_single_turn=False)
+            self._check_every_turn_found(turns, spans, row)
+            if self._tags_hold_prompt:
+                spans = self._after_prompts(conversation, text, spans, turns, row)
         else:
-            text = self.render(conversation, row)
-            spans = {turn: [self._prefix_span(conversation, text, turn, row)] for turn in turns}
+            text = self._renderer.render(conversation, row)
+            spans = {turn: [span] for turn, span in self._prefix_spans(conversation, text, turns, row).items()}
         self._check_every_turn_found(turns, spans, row)
         spans = {turn: spans[turn] for turn in turns}
-        CompletenessCheck(template=self, conversation=conversation, text=text, spans=spans, row=row).run(first=0)
+        self._check_complete(conversation, text, spans, row)
         return text, spans
 
     def turn_spans(self, conversation: Conversation, turn: int, row: int) -> tuple[str, list[Span]]:
@@ -95,20 +86,10 @@ class ChatTemplate:
             DataError: If the span cannot be proved, or the template leaves out part of the conversation.
         """
         context = Conversation(messages=conversation.messages[: turn + 1], tools=conversation.tools, trained_turns=())
-        if self.has_tags:
-            text, spans = self._tagged_spans(context, turn, row)
-            self._check_every_turn_found([turn], spans, row)
-            if turn and text.startswith(prompt := self.render(context, row, stop=turn, prompt=True)):
-                spans[turn] = [(max(start, len(prompt)), end) for start, end in spans[turn] if end > len(prompt)]
-                self._check_every_turn_found([turn], spans, row)
-        else:
-            text = self.render(context, row)
-            spans = {turn: [self._prefix_span(context, text, turn, row)]}
-        spans = {turn: spans[turn]}
+        text, spans = self._answer(context, row)
         previous = [index for index in range(turn) if context.messages[index]["role"] == "assistant"]
-        check = CompletenessCheck(template=self, conversation=context, text=text, spans=spans, row=row)
-        check.run(first=previous[-1] + 1 if previous else 0)
-        return text, spans[turn]
+        self._check_complete(context, text, {turn: spans}, row, first=previous[-1] + 1 if previous else 0)
+        return text, spans
 
     def verify(self) -> str | None:
         """Try the template on a made-up conversation.
@@ -117,17 +98,18 @@ class ChatTemplate:
             A remark when no special token ends a learned turn, so that the model may not learn to stop; else None.
 
         Raises:
-            ConfigError: If the template's generation tags reach outside an assistant turn.
+            ConfigError: If the template's generation tags reach outside an assistant turn, or its loops do not end.
         """
-        roles = ("user", "assistant", "user", "assistant")
-        messages = [{"role": role, "content": f"Probe{index}"} for index, role in enumerate(roles)]
-        probe = Conversation(messages=messages, tools=None, trained_turns=(1, 3))
         try:
-            text, tags = self._render(probe, 0, None, False)
-            if self.has_tags:
-                bounds = [self._turn_bounds(probe, text, turn, 0) for turn in (1, 3)]
+            self._renderer.regions(PROBE, 0, "")
+        except DataError as error:
+            raise ConfigError(f"the chat template of {self.name} cannot be used: {error}") from error
+        try:
+            text, tags = self._renderer.render_tagged(PROBE, 0)
+            if self._renderer.has_tags:
+                bounds = [self._turn_bounds(PROBE, text, turn, 0, {}) for turn in (1, 3)]
             else:
-                bounds = tags = [self._prefix_span(probe, text, 3, 0)]
+                bounds = tags = [self._prefix_span(PROBE, text, 3, 0)]
         except DataError:
             return None  # The template wants other conversations than this one; its rows are checked one by one.
         if not all(any(low <= start and end <= high for low, high in bounds) for start, end in tags):
@@ -139,107 +121,259 @@ class ChatTemplate:
             )
         return None
 
-    def _render(self, conversation: Conversation, row: int, stop: int | None, prompt: bool) -> tuple[str, list[Span]]:
-        """Return the text and the spans of its generation tags; an error of the template names row and turn."""
-        messages = conversation.messages[:stop]
+    # Generation tags.
+
+    @cached_property
+    def _tags_hold_prompt(self) -> bool:
+        """Whether the generation tags include control tokens that the generation prompt has written already."""
         try:
-            return self._call_template(messages, conversation.tools, prompt)
-        except Exception as error:
-            turn = self._first_failing_turn(messages, conversation.tools, str(error))
-            where = f"row {row}" if turn is None else f"row {row}, turn {turn} ({messages[turn]['role']})"
-            raise DataError(
-                f"{where}: the chat template of {self.name} cannot render this conversation: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _call_template(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, prompt: bool
-    ) -> tuple[str, list[Span]]:
-        texts, tags = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=self.text,
-            return_assistant_tokens_mask=self.has_tags,
-            add_generation_prompt=prompt,
-            **self._special_tokens,
-        )
-        return texts[0], [(start, end) for start, end in tags[0] if end > start] if self.has_tags else []
-
-    def _first_failing_turn(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, problem: str
-    ) -> int | None:
-        """Return the last turn of the shortest prefix that fails in the same words, or None if no prefix does."""
-
-        def fails(stop: int) -> bool:
-            try:
-                self._call_template(messages[:stop], tools, False)
-            except Exception as error:
-                return str(error) == problem
+            text, tags = self._renderer.render_tagged(PROBE, 0)
+            return bool(tags) and self._after_prompt(PROBE, text, tags[-1:], 3, 0, is_exact=False) != tags[-1:]
+        except DataError:
             return False
 
-        low, high = 0, len(messages)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fails(middle) else (middle, high)
-        return high - 1 if high and fails(high) else None
-
     def _tagged_spans(
-        self, conversation: Conversation, only_turn: int | None, row: int
+        self, conversation: Conversation, row: int, *, is_single_turn: bool
     ) -> tuple[str, dict[int, list[Span]]]:
         """Return the render and the tagged spans of each assistant turn, proved to lie inside their turns."""
-        text, tags = self._render(conversation, row, None, False)
+        text, tags = self._renderer.render_tagged(conversation, row)
         turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if len(tags) == len(turns) and _spans_hold_their_turns(text, tags, conversation.messages, self._end_token):
+        if len(tags) == len(turns) and spans_hold_their_turns(text, tags, conversation.messages, self._end_token):
             return text, {turn: [tag] for turn, tag in zip(turns, tags, strict=True)}
+        regions = self._renderer.regions(conversation, row, text)
         spans: dict[int, list[Span]] = {}
         placed = 0
         for turn in turns:
-            low, high = self._turn_bounds(conversation, text, turn, row)
+            low, high = self._turn_bounds(conversation, text, turn, row, regions)
             spans[turn] = [tag for tag in tags if low <= tag[0] and tag[1] <= high]
             placed += len(spans[turn])
         if placed != len(tags):
             raise DataError(
                 f"row {row}: generation tags in the chat template of {self.name} mark text outside assistant turns; "
-                f"{self._advice(only_turn is not None)}"
+                f"{advice(is_single_turn)}"
             )
         return text, spans
 
-    def _turn_bounds(self, conversation: Conversation, text: str, turn: int, row: int) -> Span:
-        """Return where a turn begins (its header included) and ends in the render, proved by prefix rendering."""
-        start = self._prefix_length(conversation, text, turn, row, turn, prompt=False) if turn else 0
+    def _turn_bounds(
+        self, conversation: Conversation, text: str, turn: int, row: int, regions: Mapping[int, Span]
+    ) -> Span:
+        """Return where a turn begins (its header included) and ends: its region, else proved by prefix rendering."""
+        if turn in regions:
+            return regions[turn]
+        start = self._prefix_length(conversation, text, turn, row, turn) if turn else 0
         if turn + 1 == len(conversation.messages):
             return start, len(text)
-        return start, self._prefix_length(conversation, text, turn + 1, row, turn, prompt=False)
+        return start, self._prefix_length(conversation, text, turn + 1, row, turn)
+
+    def _after_prompt(
+        self, conversation: Conversation, text: str, spans: list[Span], turn: int, row: int, *, is_exact: bool = True
+    ) -> list[Span]:
+        """Take what the generation prompt writes out of a turn's tagged spans.
+
+        Where the prompt and the conversation part, only the control tokens before that point are the prompt's; not
+        `is_exact` asks for those alone.
+        """
+        if not spans or (turn == 0 and not self._habits.headers):
+            return spans
+        start = cut = spans[0][0]
+        if turn:
+            prompt = self._renderer.render(conversation, row, stop=turn, prompt=True)
+        else:
+            prompt = text[:start] + self._habits.headers[0]
+        shared = common_length(text, prompt)
+        if is_exact and shared == len(prompt):
+            cut = shared
+        while match := self._end_token.match(text, cut):
+            if match.end() > shared:
+                break
+            cut = match.end()
+        return [(max(begin, cut), end) for begin, end in spans if end > cut] if cut > start else spans
+
+    def _after_prompts(
+        self, conversation: Conversation, text: str, spans: dict[int, list[Span]], turns: Sequence[int], row: int
+    ) -> dict[int, list[Span]]:
+        """Take the generation prompt out of each turn's tagged spans, in long conversations by example."""
+        is_long = len(turns) * len(conversation.messages) > _MAX_PREFIX_WORK
+        cut: dict[str, str] = {}
+        result = {}
+        for turn in turns:
+            before = conversation.messages[turn - 1]["role"] if turn else ""
+            start = spans[turn][0][0]
+            if is_long and before in cut and text.startswith(cut[before], start):
+                first = start + len(cut[before])
+                result[turn] = [(max(begin, first), end) for begin, end in spans[turn] if end > first]
+            else:
+                result[turn] = self._after_prompt(conversation, text, spans[turn], turn, row)
+                cut[before] = text[start : result[turn][0][0]] if result[turn] else ""
+        return result
+
+    # Prefix rendering.
+
+    def _prefix_spans(self, conversation: Conversation, text: str, turns: Sequence[int], row: int) -> dict[int, Span]:
+        """Return what each turn contributed to the render of a whole conversation."""
+        messages = conversation.messages
+        if len(turns) * len(messages) <= _MAX_PREFIX_WORK:
+            return {turn: self._prefix_span(conversation, text, turn, row) for turn in turns}
+        # Rendering every prefix takes time that grows with the square of the length. The text of every turn is
+        # located all the same; that adding messages changes nothing is tried on some of the turns.
+        after = {turn: messages[turn - 1]["role"] if turn else "" for turn in turns}
+        some = {role: turn for turn, role in reversed(after.items())}
+        tried = {*some.values(), *turns[:: -(-len(turns) // _PREFIXES_OF_LONG_CONVERSATION)], turns[-1]}
+        regions = self._renderer.regions(conversation, row, text)
+        spans, headers = {}, {}
+        for turn in sorted(tried):
+            spans[turn] = self._prefix_span(conversation, text, turn, row)
+            headers[after[turn]] = text[regions[turn][0] : spans[turn][0]] if turn in regions else None
+        for turn in turns:
+            if turn not in spans:
+                header = headers[after[turn]]
+                if turn not in regions or header is None or not text.startswith(header, regions[turn][0]):
+                    raise DataError(
+                        f"row {row}, turn {turn}: {len(messages):,} messages are too many to find this turn with the "
+                        f"chat template of {self.name}; {advice(True)}, or split the conversation"
+                    )
+                spans[turn] = self._trim(text, regions[turn][0] + len(header), regions[turn][1])
+        return spans
 
     def _prefix_span(self, conversation: Conversation, text: str, turn: int, row: int) -> Span:
         """Return what follows the generation prompt, up to and including the turn's end token."""
-        if turn == 0:
-            raise DataError(
-                f"row {row}, turn 0: nothing comes before this assistant turn, so prefix rendering cannot find its "
-                f"beginning with the chat template of {self.name}; {self._advice(True)}"
-            )
-        start = self._prefix_length(conversation, text, turn, row, turn, prompt=True)
+        start = self._answer_start(conversation, text, turn, row)
+        if start is None:
+            self._refuse_changed_text(conversation, text, turn, row)
         end = len(text)
         if turn + 1 < len(conversation.messages):
-            end = self._prefix_length(conversation, text, turn + 1, row, turn, prompt=False)
-        body = text[start:end].rstrip()
-        if body.endswith(self._end_tokens):
-            end = start + len(body)
+            end = self._turn_end(conversation, text, turn, row)
+        elif self._habits.writes_behind_last_turn:
+            end = self._renderer.regions(conversation, row, text).get(turn, (0, end))[1]
+        start, end = self._trim(text, start, end)
+        self._check_ends_once(conversation, text[start:end], turn, row)
         return start, end
 
-    def _prefix_length(
-        self, conversation: Conversation, text: str, stop: int, row: int, turn: int, *, prompt: bool
-    ) -> int:
+    def _answer_start(self, conversation: Conversation, text: str, turn: int, row: int) -> int | None:
+        """Return where the generation prompt before a turn ends in the render, None if that is no prefix of it."""
+        if turn == 0:
+            # No generation prompt can be rendered before the first message: find the one that all turns have.
+            start = self._first_turn_start(conversation, text, row)
+            for header in self._habits.headers if start is not None else ():
+                if text.startswith(header, start):
+                    return start + len(header)
+            raise DataError(
+                f"row {row}, turn 0: nothing comes before this assistant turn, and where it begins cannot be told from "
+                f"the chat template of {self.name}; mark it train: false, or {advice(True)}"
+            )
+        for invitation in self._renderer.invitations:
+            prompt = self._renderer.render(conversation, row, stop=turn, prompt=True, invitation=invitation)
+            if text.startswith(prompt):
+                return len(prompt)
+        return None
+
+    def _first_turn_start(self, conversation: Conversation, text: str, row: int) -> int | None:
+        start = self._renderer.regions(conversation, row, text).get(0, (None, 0))[0]
+        begin = self._renderer.begin_token
+        return start + len(begin) if begin and start is not None and text.startswith(begin, start) else start
+
+    def _turn_end(self, conversation: Conversation, text: str, turn: int, row: int) -> int:
+        """Return where a turn ends in the render, which must show it as if it were the last."""
+        alone = self._renderer.render(conversation, row, stop=turn + 1)
+        if text.startswith(alone):
+            return len(alone)
+        here = self._renderer.regions(conversation, row, text).get(turn)
+        there = self._renderer.regions(conversation, row, alone, stop=turn + 1).get(turn)
+        if here is None or here != there or text[: here[1]] != alone[: here[1]]:
+            self._refuse_changed_text(conversation, text, turn, row)
+        return here[1]
+
+    def _trim(self, text: str, start: int, end: int) -> Span:
+        """Leave out what follows the end token, if that is only whitespace."""
+        body = text[start:end].rstrip()
+        return (start, start + len(body)) if body.endswith(self._end_tokens) else (start, end)
+
+    def _prefix_length(self, conversation: Conversation, text: str, stop: int, row: int, turn: int) -> int:
         """Return the length of the render of the first `stop` messages, which must be a prefix of `text`."""
-        prefix = self.render(conversation, row, stop=stop, prompt=prompt)
-        if text.startswith(prefix):
-            return len(prefix)
-        is_last = turn + 1 == len(conversation.messages)
-        what = "the generation prompt" if prompt and is_last else "earlier text when messages are added"
-        raise DataError(
-            f"row {row}, turn {turn}: the chat template of {self.name} changes {what}, so what this turn contributed "
-            f"cannot be told from one render; {self._advice(is_last)}"
+        prefix = self._renderer.render(conversation, row, stop=stop)
+        if not text.startswith(prefix):
+            self._refuse_changed_text(conversation, text, turn, row)
+        return len(prefix)
+
+    # One turn as the answer.
+
+    def _answer(self, context: Conversation, row: int) -> tuple[str, list[Span]]:
+        """Return the text in which the last message is the answer to all others, and what it contributed."""
+        turn = len(context.messages) - 1
+        if self._renderer.has_tags:
+            text, spans = self._tagged_spans(context, row, is_single_turn=True)
+            self._check_every_turn_found([turn], spans, row)
+            cropped = {turn: self._after_prompt(context, text, spans[turn], turn, row)}
+            self._check_every_turn_found([turn], cropped, row)
+            return text, cropped[turn]
+        text = self._renderer.render(context, row)
+        if self._answer_start(context, text, turn, row) is None:
+            return self._join_prompt_and_answer(context, text, row)
+        return text, [self._prefix_span(context, text, turn, row)]
+
+    def _join_prompt_and_answer(self, context: Conversation, text: str, row: int) -> tuple[str, list[Span]]:
+        """Put the answer behind the generation prompt, for templates that change earlier text once the answer is there.
+
+        Between them stands the header: the prompt's last part, with which the turn's region begins too.
+        """
+        turn = len(context.messages) - 1
+        region = self._renderer.regions(context, row, text).get(turn)
+        if region is not None and self._is_independent(context, text[slice(*region)], row):
+            for invitation in self._renderer.invitations:
+                header = self._habits.header(context, turn, row, invitation)
+                if header is not None and text.startswith(header, region[0]):
+                    prompt = self._renderer.render(context, row, stop=turn, prompt=True, invitation=invitation)
+                    joined = prompt + text[region[0] + len(header) : region[1]]
+                    span = self._trim(joined, len(prompt), len(joined))
+                    self._check_ends_once(context, joined[slice(*span)], turn, row)
+                    return joined, [span]
+        return self._refuse_changed_text(context, text, turn, row)
+
+    def _is_independent(self, context: Conversation, answer: str, row: int) -> bool:
+        """Tell whether the last turn's region stays the same when every other message says something else."""
+        others = [{**message, "content": f"{message['content']} {answer[:1]}?"} for message in context.messages[:-1]]
+        changed = replace(context, messages=[*others, context.messages[-1]])
+        try:
+            text = self._renderer.render(changed, row)
+        except DataError:
+            return False
+        region = self._renderer.regions(changed, row, text).get(len(others))
+        return region is not None and text[slice(*region)] == answer
+
+    # Refusals.
+
+    def _refuse_changed_text(self, conversation: Conversation, text: str, turn: int, row: int) -> NoReturn:
+        """Say how the template changes text between a conversation that ends at a turn and a longer one."""
+        render = self._renderer.render
+        raise changed_text(
+            text,
+            before=render(conversation, row, stop=turn) if turn else "",
+            prompt=render(conversation, row, stop=turn, prompt=True) if turn else "",
+            alone=render(conversation, row, stop=turn + 1),
+            is_last=turn + 1 == len(conversation.messages),
+            where=f"row {row}, turn {turn}",
+            name=self.name,
         )
+
+    def _check_ends_once(self, conversation: Conversation, body: str, turn: int, row: int) -> None:
+        """Refuse a turn that holds its end token more often than its message does."""
+        end = next((token for token in self._end_tokens if token and body.endswith(token)), None)
+        if end is not None and body.count(end) > 1 + str(conversation.messages[turn]).count(end):
+            raise DataError(
+                f"row {row}, turn {turn}: the chat template of {self.name} ends this turn with {end} more than once, "
+                f"and the model would stop at the first; {advice(True)}, or split the turn in two"
+            )
+
+    def _check_complete(
+        self, conversation: Conversation, text: str, spans: dict[int, list[Span]], row: int, first: int | None = None
+    ) -> None:
+        def render(changed: Conversation) -> str:
+            return self._renderer.render(changed, row) if first is None else self._answer(changed, row)[0]
+
+        check = CompletenessCheck(
+            render=render, name=self.name, conversation=conversation, text=text, spans=spans, row=row
+        )
+        check.run(first=first or 0)
 
     def _check_every_turn_found(self, turns: Sequence[int], spans: dict[int, list[Span]], row: int) -> None:
         for turn in turns:
@@ -248,40 +382,3 @@ class ChatTemplate:
                     f"row {row}, turn {turn}: the generation tags in the chat template of {self.name} mark nothing of "
                     f"this assistant turn; mark it train: false or use a template that tags it"
                 )
-
-    @staticmethod
-    def _advice(is_single_turn: bool) -> str:
-        template = "pass chat_template= a training template, one with {% generation %} tags around assistant text"
-        return template if is_single_turn else f'use assistant_mask="each", or {template}'
-
-
-def _spans_hold_their_turns(
-    text: str, spans: list[Span], messages: list[dict[str, Any]], end_token: re.Pattern[str]
-) -> bool:
-    """Tell whether each assistant text lies in a span of its own and every other text outside of all, in order.
-
-    False means only that this quick look cannot tell.
-    """
-    cursor, used = 0, 0
-    for message in messages:
-        content = message["content"].strip()
-        if message["role"] == "assistant":
-            start, end = spans[used]
-            found = text.find(content, start, end)
-            if start < cursor or end > len(text) or found < 0:
-                return False
-            head, tail = text[start:found], text[found + len(content) : end]
-            heads, tails = list(end_token.finditer(head)), list(end_token.finditer(tail))
-            before = head[: heads[0].start()] if heads else ""
-            after = tail[tails[-1].end() :] if tails else "" if "tool_calls" in message else tail
-            # A second control token, or text beyond the one there is, may be the border of another turn.
-            if len(heads) > 1 or len(tails) > 1 or before.strip() or after.strip():
-                return False
-            cursor, used = end, used + 1
-        else:
-            limit = spans[used][0] if used < len(spans) else len(text)
-            found = text.find(content, cursor, limit)
-            if found < 0:
-                return False
-            cursor = found + len(content)
-    return True
