@@ -19,6 +19,7 @@ import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
@@ -60,6 +61,7 @@ DRIFT_EXAMPLES = 100_000
 Example = dict[str, np.ndarray]
 
 
+@dataclass(frozen=True, eq=False)
 class Data:
     """Tokenized examples of one file.
 
@@ -68,9 +70,8 @@ class Data:
         conversations: Row that each came from. int64, shape (num_examples,).
     """
 
-    def __init__(self, examples: list[Example], conversations: np.ndarray) -> None:
-        self.examples = examples
-        self.conversations = conversations
+    examples: list[Example]
+    conversations: np.ndarray
 
     @classmethod
     def load(cls, folder: Path, name: str, mask: str) -> Self:

@@ -21,6 +21,9 @@ from hf_megapack.weights.export import read_peft_adapter
 def refuse_arguments(**arguments: Any) -> None:
     """Refuse arguments of other trainers that were given a value.
 
+    Args:
+        **arguments: Name to what was given, None where nothing was.
+
     Raises:
         ConfigError: Naming the first, with the reason or with our name for it.
         TypeError: If no trainer has such an argument.
@@ -36,6 +39,9 @@ def refuse_arguments(**arguments: Any) -> None:
 
 def check_args(args: MegaPackConfig) -> MegaPackConfig:
     """Check what only the running process knows: the arguments' class, the number of processes, the device.
+
+    Args:
+        args: What the trainer was given.
 
     Raises:
         ConfigError: If they are not a MegaPackConfig, the environment announces another number of processes, or the CPU
@@ -63,6 +69,10 @@ def check_args(args: MegaPackConfig) -> MegaPackConfig:
 
 def check_collator_and_optimizer(data_collator: Any, optimizer_cls_and_kwargs: tuple[type, dict] | None) -> None:
     """Check the classes of two arguments that take None for the usual choice.
+
+    Args:
+        data_collator: As for MegaPackTrainer.
+        optimizer_cls_and_kwargs: As for MegaPackTrainer.
 
     Raises:
         ConfigError: If batches would not be packed, or the optimizer is not elementwise.
@@ -119,6 +129,11 @@ def resolve_tokenizer(
     model: str | os.PathLike | PretrainedConfig, base_model: str | PretrainedConfig, processing_class: Any
 ) -> Any:
     """Return the tokenizer: the given one, else the one beside the adapter, else the base model's.
+
+    Args:
+        model: As for MegaPackTrainer.
+        base_model: What `resolve_adapter` found to be the base model.
+        processing_class: As for MegaPackTrainer.
 
     Raises:
         ConfigError: If there is none.

@@ -240,6 +240,9 @@ class MegaPackConfig(TrainingArguments):
 def refuse_trl_names(names: typing.Iterable[str]) -> None:
     """Raise on the first name that only TRL has.
 
+    Args:
+        names: Argument names.
+
     Raises:
         ConfigError: Saying what the argument is called here.
     """

@@ -19,6 +19,9 @@ _ELEMENTWISE = tuple(
 class SkippableOptimizer(AcceleratedOptimizer):
     """An optimizer whose next step can be left out; the HF Trainer then leaves the learning rate where it is.
 
+    Args:
+        optimizer: The torch optimizer to step.
+
     Attributes:
         skip_next: Whether the next `step` does nothing. It resets itself.
     """
@@ -40,6 +43,9 @@ class SkippableOptimizer(AcceleratedOptimizer):
 def check_optimizer_class(optimizer_class: type) -> None:
     """Refuse optimizers that do not treat every element alike.
 
+    Args:
+        optimizer_class: The class to look at.
+
     Raises:
         ConfigError: Naming the class and those allowed.
     """
@@ -53,6 +59,10 @@ def check_optimizer_class(optimizer_class: type) -> None:
 
 def check_optimizer_parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """Check that a user's optimizer updates exactly the adapter.
+
+    Args:
+        optimizer: The user's.
+        parameters: PEFT key to factor.
 
     Raises:
         ConfigError: If it holds other tensors, or not all factors.
