@@ -18,8 +18,8 @@ import resource
 import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import date
 from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Self
