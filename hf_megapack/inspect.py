@@ -102,7 +102,7 @@ def pack_updates(loader: DataLoader, num_updates: int) -> tuple[list[PackingRepo
     reports, examples = [], []
     for update, indices in enumerate(itertools.islice(loader.batch_sampler, num_updates)):
         rows = [loader.dataset[index] for index in indices]
-        batch = loader.collate_fn(rows)
+        batch = loader.collate_fn.collator(rows)
         reports.append(PackingReport.from_batch(batch, keep_rows=True))
         costs = ExampleCosts.from_batch(batch)
         examples += [

@@ -4,13 +4,16 @@ Rank 0 reads, renders and packs. Every other rank holds placeholders of the same
 progress agree, and gets its batches from rank 0.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from hf_megapack.batch import PackedBatch, from_buffer, to_buffer
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.chat import prepare_dataset
 from hf_megapack.data.collator import PrefixTreeCollator
@@ -86,6 +89,8 @@ def build_loader(
 ) -> DataLoader:
     """Return a plain DataLoader of updates, which `skip_first_batches` can rebuild when training resumes.
 
+    What it yields is for `next_batch` to read.
+
     Grouping by prefix reads the dataset once, on rank 0; the other ranks only count updates.
 
     Args:
@@ -109,7 +114,7 @@ def build_loader(
             drop_last=is_training and args.dataloader_drop_last,
             prefix_order=_prefix_order(dataset, collator, args) if is_training and args.group_by_prefix else None,
         ),
-        collate_fn=collator if reads else _nothing,
+        collate_fn=PackIntoBuffer(collator) if reads else _nothing,
         num_workers=workers,
         persistent_workers=args.dataloader_persistent_workers and workers > 0,
         prefetch_factor=args.dataloader_prefetch_factor if workers else None,
@@ -117,6 +122,27 @@ def build_loader(
         # A loader without its own generator draws from torch's, on rank 0 alone, and the ranks' random states part.
         generator=torch.Generator(),
     )
+
+
+def next_batch(iterator: Iterator[torch.Tensor | None], device: torch.device) -> PackedBatch | None:
+    """Return rank 0's next update on every rank, None when there is no more.
+
+    Args:
+        iterator: Of a loader from `build_loader`.
+        device: Device that the process group communicates on.
+
+    Raises:
+        DataError: On every rank, if rank 0 could not pack the update.
+    """
+
+    def take() -> np.ndarray | None:
+        buffer = next(iterator, None)
+        return None if buffer is None else buffer.numpy()
+
+    buffer = from_rank_zero(
+        take, encode=np.ndarray.tobytes, decode=lambda data: np.frombuffer(data, np.uint8), device=device
+    )
+    return None if buffer is None else from_buffer(buffer)
 
 
 def describe_sharing(
@@ -174,6 +200,21 @@ def _conversation_ids(dataset: Sequence) -> Any:
     if isinstance(dataset, Dataset) and "conversation_id" in dataset.column_names:
         return dataset.with_format("numpy")["conversation_id"][:]
     return None
+
+
+@dataclass(frozen=True)
+class PackIntoBuffer:
+    """Packs examples into one flat uint8 tensor, which a loader's worker hands over in shared memory.
+
+    Attributes:
+        collator: Packs them into a PackedBatch.
+    """
+
+    collator: Callable[[list], PackedBatch]
+
+    def __call__(self, examples: list) -> torch.Tensor:
+        """Return the update's buffer, uint8, one-dimensional."""
+        return torch.from_numpy(to_buffer(self.collator(examples)))
 
 
 def _nothing(_examples: list) -> None:

@@ -6,6 +6,8 @@ updates since the last log.
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hf_megapack.batch import PackedBatch, StepResult
 from hf_megapack.packing import PackingReport
@@ -60,6 +62,7 @@ class UpdateMeter:
     def _start_window(self) -> None:
         self._window = PackingReport()
         self._tally = TokenTally()
+        self._waited = 0.0
         self._started = time.perf_counter()
 
     def add(self, batch: PackedBatch, result: StepResult) -> None:
@@ -70,6 +73,15 @@ class UpdateMeter:
         if math.isfinite(result.loss):
             self._tally.add(result)
             self.last_loss = result.loss
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time of a block as waiting for the next update."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - started
 
     def take(self, num_tokens: int) -> dict[str, float]:
         """Return the numbers of the updates since the last call, and begin anew.
@@ -83,6 +95,8 @@ class UpdateMeter:
             "num_tokens": num_tokens,
             **token_counts(self._window),
             "tokens_per_second": self._window.num_logical_tokens / seconds,
+            "packing_seconds": self._window.packing_seconds,
+            "waiting_seconds": self._waited,
         }
         if self.num_skipped:
             metrics["skipped_updates"] = self.num_skipped

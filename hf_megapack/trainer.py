@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -24,12 +23,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, Tr
 from transformers.utils import logging
 
 from hf_megapack import checks
-from hf_megapack.batch import PackedBatch, from_buffer, to_buffer
+from hf_megapack.batch import PackedBatch
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import ConfigError, NonFiniteResultError
 from hf_megapack.guard import SkippableOptimizer, check_adapters_learn, check_finite, check_optimizer_parameters
-from hf_megapack.loading import build_collator, build_loader, describe_sharing, prepare_on_rank_zero
+from hf_megapack.loading import build_collator, build_loader, describe_sharing, next_batch, prepare_on_rank_zero
 from hf_megapack.meter import TokenTally, UpdateMeter, token_counts
 from hf_megapack.ranks import from_rank_zero
 from hf_megapack.saving import read_training_state, replace_directory, write_training_state
@@ -201,17 +200,10 @@ class MegaPackTrainer(Trainer):
         size = self.args.per_device_eval_batch_size * self.backend.data_parallel_size
         return build_loader(dataset, self.data_collator, self.args, update_size=size, is_training=False)
 
-    def _next_batch(self, iterator: Iterator) -> PackedBatch | None:
-        return from_rank_zero(
-            lambda: next(iterator, None),
-            encode=lambda batch: to_buffer(batch).tobytes(),
-            decode=lambda data: from_buffer(np.frombuffer(data, dtype=np.uint8)),
-            device=self.args.device,
-        )
-
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
         """Return rank 0's next update on every rank, and its loss-bearing tokens."""
-        batch = self._next_batch(epoch_iterator)
+        with self._meter.waiting():
+            batch = next_batch(epoch_iterator, self.args.device)
         return ([], None) if batch is None else ([batch], self._get_num_items_in_batch([batch], device))
 
     def _get_num_items_in_batch(self, batch_samples: list[PackedBatch], device: torch.device) -> int:
@@ -327,7 +319,7 @@ class MegaPackTrainer(Trainer):
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
         tally, num_examples, iterator = TokenTally(), 0, iter(dataloader)
-        while (batch := self._next_batch(iterator)) is not None:
+        while (batch := next_batch(iterator, self.args.device)) is not None:
             tally.add(self.backend.eval_step(batch))
             num_examples += batch.num_examples
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
