@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from hf_megapack.data.encoding import TextEncoder
 from hf_megapack.data.formats import FORMATS, Conversation, ReadyTokens, TextPair, read_row, recognise_format
 from hf_megapack.data.lengths import LengthPolicy, Outcome, log_outcomes
-from hf_megapack.data.masks import mask_tokens
+from hf_megapack.data.masks import mask_tokens, split_edges
+from hf_megapack.data.refusals import check_size_of_each
 from hf_megapack.data.template import ChatTemplate, Span
 from hf_megapack.errors import ConfigError, DataError
 
@@ -32,7 +33,7 @@ COLUMNS = {
 }
 
 # Bump when the same row would give other tokens or another mask, so that cached maps are not reused.
-_TRANSFORM_VERSION = 1
+_TRANSFORM_VERSION = 2
 _CHARACTERS_PER_CALL = 2_000_000
 _ROWS_PER_MAP_CALL = 200
 
@@ -222,6 +223,7 @@ class ChatTransform:
         turns = self._learned_turns(parsed, row)
         has_other_turns = any(message["role"] != "assistant" for message in parsed.messages)
         if self._assistant_mask == "each":
+            check_size_of_each(parsed, turns, row)
             for turn in turns:
                 text, spans = self._template.turn_spans(parsed, turn, row)
                 yield _Draft(text=text, spans=spans, row=row, turn=turn, is_chat=True, has_other_turns=turn > 0)
@@ -251,13 +253,26 @@ class ChatTransform:
         texts = [draft.text for draft in drafts]
         encoded = self._encoder.encode(texts, add_special_tokens=not drafts[0].is_chat)
         for draft, (ids, offsets) in zip(drafts, encoded, strict=True):
-            mask = mask_tokens(draft.text, offsets, draft.spans)
             where = f"row {draft.row}" if draft.turn < 0 else f"row {draft.row}, turn {draft.turn}"
+            if edges := split_edges(draft.text, offsets, draft.spans):
+                ids, offsets = self._encode_pieces(draft, edges, where)
+            mask = mask_tokens(draft.text, offsets, draft.spans)
             if not draft.is_chat:
                 ids, mask = self._end_text(ids, mask)
             if draft.has_other_turns and mask.all():
                 raise DataError(f"{where}: every token would be learned although there are other turns; check the tags")
             yield self._finish(ids, mask, draft.row, draft.turn, where)
+
+    def _encode_pieces(self, draft: _Draft, edges: Sequence[int], where: str) -> tuple[np.ndarray, np.ndarray]:
+        """Tokenize what is learned apart from the rest, where one token would hold text of both."""
+        pieces = self._encoder.encode_pieces(draft.text, edges, add_special_tokens=not draft.is_chat)
+        if pieces is None:
+            at = edges[0]
+            raise DataError(
+                f"{where}: a token of {self._name} holds both text to learn and other text, around "
+                f"{draft.text[max(at - 20, 0) : at + 20]!r}; put a control token between them in the template"
+            )
+        return pieces
 
     def _end_text(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Make plain text end with a learned end-of-text token, if the tokenizer has one."""

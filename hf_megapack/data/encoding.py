@@ -65,6 +65,31 @@ class TextEncoder:
                     ids, offsets = _as_arrays(self.backend.encode(text, add_special_tokens=False))
             yield ids, offsets
 
+    def encode_pieces(
+        self, text: str, cuts: Sequence[int], *, add_special_tokens: bool
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Tokenize a text so that no token reaches over a cut.
+
+        Args:
+            text: What to tokenize.
+            cuts: Positions in the text, ascending.
+            add_special_tokens: Whether the tokenizer adds the tokens that it puts around plain text.
+
+        Returns:
+            Ids and offsets as `encode` yields them, or None if the tokenizer does not write the pieces as it writes the
+            whole (some put a space before every text).
+        """
+        bounds = [0, *cuts, len(text)]
+        parts = []
+        for start, end in pairwise(bounds):
+            piece = self.backend.encode(text[start:end], add_special_tokens=add_special_tokens and start == 0)
+            ids, offsets = _as_arrays(piece)
+            parts.append((ids, offsets + start))
+        ids, offsets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        whole = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        decoded = [self.backend.decode(list(each), skip_special_tokens=False) for each in (ids, whole.ids)]
+        return (ids, offsets) if decoded[0] == decoded[1] else None
+
     def _last_shared_split(self, first: str, second: str) -> tuple[int, int | None]:
         """Return where the last control token in the common beginning of two texts starts, and its id."""
         length = common_length(first, second)

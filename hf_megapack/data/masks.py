@@ -59,3 +59,35 @@ def mask_tokens(text: str, offsets: np.ndarray, spans: Sequence[Span]) -> np.nda
             last -= 1
         mask[first:last] = 1
     return mask
+
+
+def split_edges(text: str, offsets: np.ndarray, spans: Sequence[Span]) -> list[int]:
+    """Return the edges of spans that lie inside a token whose part outside the span is more than whitespace.
+
+    Such a token cannot be learned in part: the text must be tokenized in two pieces there, as it is when the model
+    answers a prompt.
+
+    Args:
+        text: What was tokenized.
+        offsets: Character offsets of its tokens, int, shape (num_tokens, 2).
+        spans: Spans, disjoint.
+
+    Returns:
+        Positions in the text, ascending.
+
+    Example:
+        >>> split_edges("ab>cd", np.array([[0, 2], [2, 5]]), [(3, 5)])
+        [3]
+    """
+    if not len(offsets):
+        return []
+    starts, ends = token_extents(offsets)
+    edges = set()
+    for begin, end in spans:
+        first = int(np.searchsorted(ends, begin, side="right"))
+        if first < len(starts) and starts[first] < begin and text[starts[first] : begin].strip():
+            edges.add(begin)
+        last = int(np.searchsorted(starts, end, side="left")) - 1
+        if last >= 0 and ends[last] > end and text[end : ends[last]].strip():
+            edges.add(end)
+    return sorted(edges)

@@ -1,9 +1,14 @@
 """What to tell people whose chat template does not show where a turn begins and ends."""
 
+from collections.abc import Sequence
+
 from hf_megapack.data.encoding import common_length
+from hf_megapack.data.formats import Conversation
 from hf_megapack.errors import DataError
 
 _MOST_SHOWN = 40
+# Some hundred million tokens of one row.
+_MOST_CHARACTERS_OF_EACH = 500_000_000
 
 
 def advice(is_single_turn: bool) -> str:
@@ -14,6 +19,28 @@ def advice(is_single_turn: bool) -> str:
     """
     template = "pass chat_template= a training template, one with {% generation %} tags around assistant text"
     return template if is_single_turn else f'use assistant_mask="each", or {template}'
+
+
+def check_size_of_each(conversation: Conversation, turns: Sequence[int], row: int) -> None:
+    """Refuse a conversation so long that one example per turn, each with all that came before, would never end.
+
+    Args:
+        conversation: One row.
+        turns: Its turns to learn.
+        row: Its position.
+
+    Raises:
+        DataError: If the examples would be too much text.
+    """
+    learned, total, so_far = set(turns), 0, 0
+    for turn, message in enumerate(conversation.messages):
+        so_far += len(message["content"])
+        total += so_far if turn in learned else 0
+    if total > _MOST_CHARACTERS_OF_EACH:
+        raise DataError(
+            f'row {row}: assistant_mask="each" would make {len(turns):,} examples of more than {total:,} characters of '
+            f'this conversation of {len(conversation.messages):,} messages; split it, or use "all" or "last"'
+        )
 
 
 def changed_text(  # noqa: PLR0913 - four renders, and where they come from

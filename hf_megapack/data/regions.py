@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 Span = tuple[int, int]
 
 _MARK_CALL, _CLOSE_CALL = "hf_megapack_mark", "hf_megapack_close"
-_FREE_STEPS, _STEPS_PER_MESSAGE = 1_000_000, 1_000
+_FREE_STEPS, _STEPS_PER_MESSAGE = 200_000, 1_000
 # Characters that nobody assigned a meaning to; one that the text does not hold becomes the sign of a mark.
 _SIGNS = [chr(code) for code in range(0xE000, 0xE100)]
 

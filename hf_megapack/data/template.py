@@ -253,10 +253,10 @@ class ChatTemplate:
         """Return where the generation prompt before a turn ends in the render, None if that is no prefix of it."""
         if turn == 0:
             # No generation prompt can be rendered before the first message: find the one that all turns have.
-            start = self._first_turn_start(conversation, text, row)
-            for header in self._habits.headers if start is not None else ():
-                if text.startswith(header, start):
-                    return start + len(header)
+            for start in self._first_turn_starts(conversation, text, row):
+                for header in self._habits.headers:
+                    if text.startswith(header, start):
+                        return start + len(header)
             raise DataError(
                 f"row {row}, turn 0: nothing comes before this assistant turn, and where it begins cannot be told from "
                 f"the chat template of {self.name}; mark it train: false, or {advice(True)}"
@@ -267,10 +267,14 @@ class ChatTemplate:
                 return len(prompt)
         return None
 
-    def _first_turn_start(self, conversation: Conversation, text: str, row: int) -> int | None:
-        start = self._renderer.regions(conversation, row, text).get(0, (None, 0))[0]
+    def _first_turn_starts(self, conversation: Conversation, text: str, row: int) -> list[int]:
+        """Return where the first turn's header may begin: with its region, or behind a begin-of-text token there."""
+        region = self._renderer.regions(conversation, row, text).get(0)
         begin = self._renderer.begin_token
-        return start + len(begin) if begin and start is not None and text.startswith(begin, start) else start
+        if region is None:
+            return []
+        behind = [region[0] + len(begin)] if begin and text.startswith(begin, region[0]) else []
+        return [region[0], *behind]
 
     def _turn_end(self, conversation: Conversation, text: str, turn: int, row: int) -> int:
         """Return where a turn ends in the render, which must show it as if it were the last."""

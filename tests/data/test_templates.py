@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hf_megapack.data.chat import ChatTransform
-from hf_megapack.errors import DataError
+from hf_megapack.errors import DataError, MegaPackError
 from tests.helpers.assets import load_tokenizer, template_names
 
 FOLDERS = [None, *map(Path, filter(None, os.environ.get("HF_MEGAPACK_TOKENIZERS", "").split(":")))]
@@ -290,3 +290,105 @@ def test_every_shape_is_learned_exactly_or_refused_in_words(template, mask, fold
             wrong[shape] = (got, want)
     assert wrong == {}
     assert num_learned > 0 or template == "deepseek_v3"
+
+
+@pytest.mark.parametrize("template", sorted(set(template_names()) - {"deepseek_v3"}))
+def test_each_puts_the_answer_behind_the_prompt_of_inference(template):
+    """Whatever the template does to earlier text, the context is its generation prompt, thinking or not."""
+    tokenizer = load_tokenizer(template)
+    transform = ChatTransform(tokenizer, assistant_mask="each")
+    num_checked = 0
+    for shape, messages in SHAPES.items():
+        if shape in ("assistant first", "parts") or isinstance(expected(template, "each", shape), re.Pattern):
+            continue
+        tools = TOOLS if any("tool_calls" in message for message in messages) else None
+        row = {"messages": messages, "tools": tools}
+        for example in transform.tokenize([row], [0], format_name="messages"):
+            prompts = [
+                tokenizer.apply_chat_template(
+                    messages[: example.turn], tools=tools, add_generation_prompt=True, tokenize=False, **thinking
+                )
+                for thinking in ({}, {"enable_thinking": False})
+            ]
+            context = tokenizer.decode(example.input_ids[: np.argmax(example.loss_mask)])
+            # trl's training templates for these two know no thinking in the prompt.
+            if template in ("deepseek_v3_training", "nemotron_3_nano_training"):
+                prompts.append(prompts[0].removesuffix("<think>\n"))
+            if shape == "whitespace":
+                context, prompts = context.rstrip(), [prompt.rstrip() for prompt in prompts]
+            context = unicodedata.normalize("NFC", context)
+            assert context in [unicodedata.normalize("NFC", prompt) for prompt in prompts], shape
+            num_checked += 1
+    assert num_checked >= 8
+
+
+def test_a_token_of_header_and_answer_is_taken_apart():
+    """The header ends without a space: one token would hold its last character and the first of the answer."""
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}={{ m.content }}<|im_end|>{% endfor %}"
+    text += "{% if add_generation_prompt %}<|im_start|>assistant={% endif %}"
+    tokenizer = load_tokenizer()
+    assert tokenizer.tokenize("<|im_start|>assistant=true")[-1] == "=true"
+    transform = ChatTransform(tokenizer, chat_template=text)
+    row = {"messages": [user("Hi"), assistant("true"), user("true"), assistant("true too")]}
+    [example] = transform.tokenize([row], [0], format_name="messages")
+    assert learned_texts(example, tokenizer) == ["true<|im_end|>", "true too<|im_end|>"]
+    prompt = tokenizer("<|im_start|>user=Hi<|im_end|><|im_start|>assistant=")["input_ids"]
+    assert example.input_ids[: len(prompt)].tolist() == prompt
+    [pair] = transform.tokenize([{"prompt": "x=", "completion": "true"}], [0], format_name="prompt/completion")
+    assert learned_texts(pair, tokenizer) == ["true<|im_end|>"]
+
+
+def long_conversation(num_messages):
+    roles = (user, assistant)
+    return {"messages": [roles[turn % 2](f"turn {turn} says this") for turn in range(num_messages)]}
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "phi3", "qwen2_5_training"])
+def test_conversations_too_long_for_every_prefix_are_located_all_the_same(template):
+    """Not every prefix is rendered, yet every turn is learned exactly, as in a short conversation."""
+    tokenizer = load_tokenizer(template)
+    row = long_conversation(602)
+    row["messages"][300]["content"] = row["messages"][301]["content"] = "the same"
+    [example] = ChatTransform(tokenizer).tokenize([row], [0], format_name="messages")
+    messages = row["messages"]
+    want = [LEARNED[template](seen_by_oracle(messages, turn)) for turn in range(1, 602, 2)]
+    assert [text.lstrip("\n") for text in learned_texts(example, tokenizer)] == want
+
+
+def test_long_conversations_that_a_template_rewrites_are_refused():
+    with pytest.raises(DataError, match=f"row 0, {CHANGES}"):
+        list(ChatTransform(load_tokenizer("qwen3")).tokenize([long_conversation(602)], [0], format_name="messages"))
+
+
+def test_each_of_an_endless_conversation_is_refused_at_once():
+    row = long_conversation(2000)
+    row["messages"][0]["content"] = "word " * 200_000
+    transform = ChatTransform(load_tokenizer(), assistant_mask="each")
+    with pytest.raises(DataError, match=r'row 0: assistant_mask="each" would make 1,000 examples of more than'):
+        list(transform.tokenize([row], [0], format_name="messages"))
+
+
+LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+HUGE = "{% for m in messages %}{{ m.content }}{% endfor %}{% for a in range(90000) %}{{ 'too long ' * 18 }}{% endfor %}"
+DEEP = "{% macro down() %}{{ down() }}{% endmacro %}{{ down() }}"
+ESCAPE = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (LOOPS, "cannot be used: row 0: .* its loops run on and on"),
+        (HUGE, "row 7: the chat template of .* makes 14,580,014 characters of a conversation of"),
+        (DEEP, "row 7.* cannot render this conversation: RecursionError"),
+        (ESCAPE, "row 7.* cannot render this conversation: SecurityError"),
+        ("{{ raise_exception('not today') }}", "row 7, turn 0 .user.: .* cannot render .*: TemplateError: not today"),
+        ("{% for m in messages %}", "row 7.* cannot render this conversation: TemplateSyntaxError"),
+    ],
+)
+def test_hostile_templates_are_stopped_and_named(text, problem):
+    def learn():
+        transform = ChatTransform(load_tokenizer(), chat_template=text)
+        return list(transform.tokenize([{"messages": SHAPES["plain"][:2]}], [7], format_name="messages"))
+
+    with pytest.raises(MegaPackError, match=problem):
+        learn()
