@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from hf_megapack import MegaPackConfig, MegaPackTrainer
-from hf_megapack.data.chat import prepare_dataset
+from hf_megapack.data.prepare import prepare_dataset
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "data"
 VERSIONS = ("torch", "transformers", "peft", "accelerate", "megatron-core")

@@ -7,11 +7,12 @@ from typing import Any, NoReturn
 
 import torch
 from peft import LoraConfig
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from hf_megapack.arguments import TRAINER_ARGUMENTS
 from hf_megapack.config import MegaPackConfig, refuse_trl_names
 from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.data.lengths import longest_example
 from hf_megapack.errors import ConfigError
 from hf_megapack.guard import check_optimizer_class
 from hf_megapack.weights.adapter import check_lora_config, lora_spec
@@ -144,6 +145,23 @@ def resolve_tokenizer(
         raise ConfigError("A model built from a configuration has no tokenizer: give one as processing_class.")
     has_own = (Path(model) / "tokenizer_config.json").exists()
     return AutoTokenizer.from_pretrained(model if has_own else base_model)
+
+
+def find_longest_example(model: str | PretrainedConfig, args: MegaPackConfig) -> tuple[int, str]:
+    """Return how many tokens an example may have, by the arguments and by the base model, and what says so.
+
+    Args:
+        model: Hub id, local folder or configuration.
+        args: The data options.
+    """
+    config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
+    config = config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if limit is not None and rope.get("rope_type") in ("yarn", "linear"):
+        # Configurations give the positions before or after they are stretched.
+        limit = max(limit, int(rope["factor"] * rope.get("original_max_position_embeddings", limit)))
+    return longest_example(args.max_length, args.packed_sequence_length, limit)
 
 
 def check_same_adapter(peft_config: LoraConfig, saved: LoraConfig, keys: Iterable[str], folder: str) -> None:

@@ -65,10 +65,12 @@ class MegaPackConfig(TrainingArguments):
         "in which only that turn is learned.",
     )
     max_length: int | None = _option(
-        None, "Longest example, in tokens. None allows as many as a row holds (packed_sequence_length)."
+        None,
+        "Longest example, in tokens. None allows what a row holds (packed_sequence_length). The base model's "
+        "max_position_embeddings is a limit too.",
     )
     overlong: Literal["error", "drop", "truncate_left", "truncate_right"] = _option(
-        "error", "What to do with an example that is longer than max_length."
+        "error", "What to do with an example that is longer."
     )
     dataset_num_proc: int | None = _option(
         None, "Processes that render and tokenize datasets. None renders in this process."

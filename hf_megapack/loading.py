@@ -4,8 +4,9 @@ Rank 0 reads, renders and packs. Every other rank holds placeholders of the same
 progress agree, and gets its batches from rank 0.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from torch.utils.data import DataLoader
 
 from hf_megapack.batch import PackedBatch, from_buffer, to_buffer
 from hf_megapack.config import MegaPackConfig
-from hf_megapack.data.chat import prepare_dataset
 from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.data.lengths import LengthTally, longest_example
+from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.data.sampler import UpdateSampler
 from hf_megapack.packing import Alignment, ExampleSet, PrefixOrder, estimate_sharing, gather_examples, order_by_prefix
 from hf_megapack.ranks import from_rank_zero
@@ -27,7 +29,14 @@ _WORTH_TELLING = 1.05
 _EXAMPLES_PER_READ = 64
 
 
-def prepare_on_rank_zero(dataset: Any, processing_class: Any, args: MegaPackConfig) -> Any:
+def prepare_on_rank_zero(
+    dataset: Any,
+    processing_class: Any,
+    args: MegaPackConfig,
+    *,
+    limit: tuple[int, str] | None = None,
+    tally: LengthTally | None = None,
+) -> Any:
     """Render and tokenize a dataset on rank 0.
 
     Args:
@@ -35,6 +44,8 @@ def prepare_on_rank_zero(dataset: Any, processing_class: Any, args: MegaPackConf
             dict of such datasets; or None.
         processing_class: The tokenizer.
         args: The data options.
+        limit: From `data.lengths.longest_example`; None leaves the model out of account.
+        tally: Gets what the length policy did to the examples, on every rank.
 
     Returns:
         The tokenized dataset on rank 0, a range of equal length elsewhere; for a dict a dict, for None None.
@@ -46,18 +57,30 @@ def prepare_on_rank_zero(dataset: Any, processing_class: Any, args: MegaPackConf
     if dataset is None:
         return None
     if isinstance(dataset, dict):
-        return {name: prepare_on_rank_zero(part, processing_class, args) for name, part in dataset.items()}
+        return {
+            name: prepare_on_rank_zero(part, processing_class, args, limit=limit, tally=tally)
+            for name, part in dataset.items()
+        }
+    max_length, limit_name = limit or longest_example(args.max_length, args.packed_sequence_length)
+    counted = LengthTally() if tally is None else tally
+
+    def decode(data: bytes) -> range:
+        length, counted.num_examples, counted.num_truncated, counted.num_dropped = json.loads(data)
+        return range(length)
+
     return from_rank_zero(
         lambda: prepare_dataset(
             dataset,
             processing_class,
             assistant_mask=args.assistant_mask,
-            max_length=args.max_length or args.packed_sequence_length,
+            max_length=max_length,
             overlong=args.overlong,
             num_proc=args.dataset_num_proc,
+            limit_name=limit_name,
+            tally=counted,
         ),
-        encode=lambda prepared: str(len(prepared)).encode(),
-        decode=lambda length: range(int(length)),
+        encode=lambda prepared: json.dumps([len(prepared), *astuple(counted)]).encode(),
+        decode=decode,
         device=args.device,
     )
 

@@ -26,6 +26,7 @@ from hf_megapack import checks
 from hf_megapack.batch import PackedBatch
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.data.lengths import LengthTally
 from hf_megapack.errors import ConfigError, NonFiniteResultError
 from hf_megapack.guard import SkippableOptimizer, check_adapters_learn, check_finite, check_optimizer_parameters
 from hf_megapack.loading import build_collator, build_loader, describe_sharing, next_batch, prepare_on_rank_zero
@@ -98,8 +99,11 @@ class MegaPackTrainer(Trainer):
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
         build_collator(processing_class, args, data_parallel_size=1)  # options that do not fit raise before any work
-        train_dataset = prepare_on_rank_zero(train_dataset, processing_class, args)
-        eval_dataset = prepare_on_rank_zero(eval_dataset, processing_class, args)
+        self._limit, self._lengths = checks.find_longest_example(base_model, args), LengthTally()
+        train_dataset = prepare_on_rank_zero(
+            train_dataset, processing_class, args, limit=self._limit, tally=self._lengths
+        )
+        eval_dataset = prepare_on_rank_zero(eval_dataset, processing_class, args, limit=self._limit)
         set_seed(args.seed)
         self.backend = self._build_backend(base_model, args)
         if adapter is not None:
@@ -194,7 +198,7 @@ class MegaPackTrainer(Trainer):
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         elif dataset is not self.eval_dataset:
-            dataset = prepare_on_rank_zero(dataset, self.processing_class, self.args)
+            dataset = prepare_on_rank_zero(dataset, self.processing_class, self.args, limit=self._limit)
         if dataset is None:
             raise ConfigError("evaluate() needs an eval_dataset.")
         size = self.args.per_device_eval_batch_size * self.backend.data_parallel_size
@@ -302,7 +306,7 @@ class MegaPackTrainer(Trainer):
         if "loss" in logs:
             logs.update(self._meter.take(self.state.num_input_tokens_seen))
         elif "train_runtime" in logs:
-            logs.update(token_counts(self._meter.total))
+            logs.update({**token_counts(self._meter.total), **self._lengths.metrics()})
             if not self._sharing_told:
                 self._tell_sharing()
         super().log(logs, start_time)

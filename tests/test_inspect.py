@@ -12,8 +12,8 @@ import matplotlib
 import numpy as np
 import pytest
 
-from hf_megapack.data.chat import prepare_dataset
 from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.data.sampler import UpdateSampler
 from hf_megapack.data.sources import read_dataset
 from hf_megapack.errors import ConfigError, DataError

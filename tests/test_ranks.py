@@ -15,7 +15,7 @@ from hf_megapack.config import MegaPackConfig
 from hf_megapack.errors import BackendError, DataError, NonFiniteResultError
 from hf_megapack.ranks import all_agree, from_rank_zero, is_alone
 from hf_megapack.trainer import MegaPackTrainer
-from tests.helpers.assets import load_tokenizer
+from tests.helpers.assets import MODEL, load_tokenizer
 from tests.helpers.fake_backend import FakeBackend
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def build(folder: str, **options) -> RankTrainer:
     defaults = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 0.05, "disable_tqdm": True}
     defaults["dataloader_num_workers"] = 0
     return RankTrainer(
-        "fake",
+        MODEL,
         MegaPackConfig(output_dir=folder, use_cpu=True, save_strategy="steps", save_steps=2, **(defaults | options)),
         train_dataset=rows(),
         eval_dataset=rows()[:3],

@@ -16,11 +16,13 @@ from transformers import EarlyStoppingCallback, LlamaConfig, TrainerCallback, Tr
 from transformers.utils import logging as transformers_logging
 
 from hf_megapack import saving
+from hf_megapack.checks import find_longest_example
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import BackendError, ConfigError, DataError, ExportError, NonFiniteResultError
 from hf_megapack.loading import describe_sharing
 from hf_megapack.trainer import MegaPackTrainer
+from tests.helpers.assets import MODEL
 from tests.helpers.fake_backend import PREFIX, FakeBackend
 
 PROMPT = list(range(100, 170))
@@ -88,7 +90,7 @@ def make(tmp_path, tiny_tokenizer):
         dataset = Dataset.from_list(token_rows(rows) if isinstance(rows, int) else rows)
         class_ = type("WithBackend", (trainer,), {"given_backend": backend}) if backend else trainer
         return class_(
-            "fake",
+            MODEL,
             MegaPackConfig(**(defaults | options)),
             train_dataset=dataset,
             eval_dataset=eval_dataset,
@@ -232,7 +234,7 @@ def test_a_trainer_trains_again_after_an_error_and_another_follows(make):
 def test_a_process_without_a_launcher_uses_one_gpu_of_many(make, tmp_path):
     args = MegaPackConfig(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=3)
     args._n_gpu = 4
-    trainer = FakeTrainer("fake", args, processing_class=make().processing_class, peft_config=LoraConfig(**LORA))
+    trainer = FakeTrainer(MODEL, args, processing_class=make().processing_class, peft_config=LoraConfig(**LORA))
     assert (trainer.args.n_gpu, trainer.get_total_train_batch_size(args)) == (1, 3)
 
 
@@ -544,7 +546,7 @@ def test_a_checkpoint_without_optimizer_cannot_be_resumed_but_begins_a_new_run(m
     again = FakeTrainer(str(folder), first.args)
     assert again.processing_class.chat_template == tiny_tokenizer.chat_template
     assert_equal_adapters(adapter(again), adapter(first))
-    assert again.backend.base_model_name == "fake"
+    assert again.backend.base_model_name == MODEL
     with pytest.raises(ConfigError, match="leave peft_config out"):
         FakeTrainer(str(folder), first.args, peft_config=LoraConfig(**LORA))
 
@@ -553,7 +555,7 @@ def test_resuming_with_another_scaling_is_refused(make, tmp_path, tiny_tokenizer
     first = make(save_strategy="steps", save_steps=2, max_steps=2)
     first.train()
     other = FakeTrainer(
-        "fake",
+        MODEL,
         first.args,
         train_dataset=token_rows(4),
         processing_class=tiny_tokenizer,
@@ -601,7 +603,7 @@ def test_save_model_writes_an_adapter_and_refuses_one_that_is_not_finite(make, t
 )
 def test_arguments_that_cannot_be_honoured_are_refused_by_name(tmp_path, tiny_tokenizer, options, error, message):
     arguments = {
-        "model": "fake",
+        "model": MODEL,
         "args": MegaPackConfig(output_dir=str(tmp_path), use_cpu=True),
         "processing_class": tiny_tokenizer,
         "peft_config": LoraConfig(**LORA),
@@ -612,7 +614,47 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(tmp_path, tiny_to
 
 def test_plain_training_arguments_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="build a MegaPackConfig"):
-        FakeTrainer("fake", TrainingArguments(output_dir=str(tmp_path), use_cpu=True), peft_config=LoraConfig(**LORA))
+        FakeTrainer(MODEL, TrainingArguments(output_dir=str(tmp_path), use_cpu=True), peft_config=LoraConfig(**LORA))
+
+
+def test_examples_longer_than_the_model_knows_positions_follow_overlong(make, tmp_path, tiny_tokenizer):
+    """MODEL knows 512 positions, fewer than a row holds: the smaller of both is the limit, and is named."""
+    long = {"input_ids": list(range(1, 521)), "labels": [-100] * 510 + list(range(511, 521))}
+    rows = [*token_rows(5), long]
+    with pytest.raises(DataError, match=r"row 5: 520 tokens are more than the model's max_position_embeddings=512"):
+        make(rows=rows)
+    with pytest.raises(DataError, match="row 5: 520 tokens are more than max_length=100"):
+        make(rows=rows, max_length=100)
+    dropping = make(rows=rows, overlong="drop", max_steps=2)
+    assert len(dropping.train_dataset) == 5
+    dropping.train()
+    assert {key: dropping.state.log_history[-1][key] for key in ("truncated_examples", "dropped_examples")} == {
+        "truncated_examples": 0,
+        "dropped_examples": 1,
+    }
+    cutting = make(rows=rows, overlong="truncate_left")
+    assert [len(example["input_ids"]) for example in cutting.train_dataset][-1] == 512
+    with pytest.raises(DataError, match="max_position_embeddings=512"):
+        make().evaluate(Dataset.from_list([long]))
+    whole = make(rows=token_rows(4), max_steps=1)
+    whole.train()
+    assert not any("dropped_examples" in line for line in whole.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        (None, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "linear", "factor": 2.0}, 4096),
+    ],
+)
+def test_stretched_positions_count(rope, limit):
+    more = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    config = LlamaConfig(max_position_embeddings=2048, **more)
+    args = MegaPackConfig(use_cpu=True, packed_sequence_length=100_000)
+    assert find_longest_example(config, args) == (limit, "the model's max_position_embeddings")
+    assert find_longest_example(config, MegaPackConfig(use_cpu=True, max_length=99)) == (99, "max_length")
 
 
 @pytest.mark.parametrize("name", ["predict", "hyperparameter_search", "push_to_hub"])
@@ -625,7 +667,7 @@ def test_a_world_that_differs_from_the_environment_is_refused(make, monkeypatch)
     trainer = make()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 .*1 processes"):
-        FakeTrainer("fake", trainer.args, peft_config=LoraConfig(**LORA))
+        FakeTrainer(MODEL, trainer.args, peft_config=LoraConfig(**LORA))
 
 
 def test_a_given_optimizer_must_hold_the_adapter(make, tmp_path, tiny_tokenizer):
@@ -638,13 +680,13 @@ def test_a_given_optimizer_must_hold_the_adapter(make, tmp_path, tiny_tokenizer)
         "peft_config": LoraConfig(**LORA),
     }
     trainer_class = type("WithBackend", (FakeTrainer,), {"given_backend": backend})
-    trainer = trainer_class("fake", optimizers=(mine, None), **arguments)
+    trainer = trainer_class(MODEL, optimizers=(mine, None), **arguments)
     trainer.train()
     assert trainer.optimizer.optimizer is mine
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     with pytest.raises(ConfigError, match="holds 1 tensors, of which 0"):
-        trainer_class("fake", optimizers=(stranger, None), **arguments)
-    scheduled = trainer_class("fake", optimizer_cls_and_kwargs=(torch.optim.NAdam, {"lr": 0.1}), **arguments)
+        trainer_class(MODEL, optimizers=(stranger, None), **arguments)
+    scheduled = trainer_class(MODEL, optimizer_cls_and_kwargs=(torch.optim.NAdam, {"lr": 0.1}), **arguments)
     scheduled.train()
     assert isinstance(scheduled.optimizer.optimizer, torch.optim.NAdam)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import List, Value
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +35,6 @@ COLUMNS = {
 # Bump when the same row would give other tokens or another mask, so that cached maps are not reused.
 _TRANSFORM_VERSION = 2
 _CHARACTERS_PER_CALL = 2_000_000
-_ROWS_PER_MAP_CALL = 200
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -83,6 +82,7 @@ class ChatTransform:
         overlong: What happens to longer examples: "error", "drop", "truncate_left" (the end is kept) or
             "truncate_right".
         chat_template: Template text to use in place of the tokenizer's own.
+        limit_name: What sets `max_length`, for messages.
 
     Raises:
         ConfigError: If an argument has a value that is not allowed, or the template's generation tags are wrong.
@@ -96,6 +96,7 @@ class ChatTransform:
         max_length: int | None = None,
         overlong: str = "error",
         chat_template: str | None = None,
+        limit_name: str = "max_length",
     ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
@@ -121,6 +122,7 @@ class ChatTransform:
                 "assistant_mask": assistant_mask,
                 "max_length": max_length,
                 "overlong": overlong,
+                "limit_name": limit_name,
             }
         )
         if self._template is not None and (remark := self._template.verify()):
@@ -131,7 +133,7 @@ class ChatTransform:
         self._encoder = TextEncoder(state["tokenizer"])
         self._name = repr(state["tokenizer_name"])
         self._assistant_mask = state["assistant_mask"]
-        self._lengths = LengthPolicy(max_length=state["max_length"], overlong=state["overlong"])
+        self._lengths = LengthPolicy(**{key: state[key] for key in ("max_length", "overlong", "limit_name")})
         eos = state["special_tokens"].get("eos_token")
         self._eos_id = None if eos is None else self._encoder.backend.token_to_id(eos)
         self._template = None
@@ -290,92 +292,3 @@ class ChatTransform:
         return TokenizedExample(
             input_ids=ids, loss_mask=mask, conversation_id=conversation_id, turn=turn, outcome=outcome
         )
-
-
-def prepare_dataset(
-    dataset: Dataset | Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    assistant_mask: str = "all",
-    max_length: int | None = None,
-    overlong: str = "error",
-    num_proc: int | None = None,
-) -> Dataset:
-    """Tokenize a dataset of any known format, with a log of what the length policy did.
-
-    Args:
-        dataset: A `datasets.Dataset`, or rows as a list of dicts (kept in memory, one process).
-        tokenizer: See `ChatTransform`.
-        assistant_mask: See `ChatTransform`.
-        max_length: See `ChatTransform`.
-        overlong: See `ChatTransform`.
-        num_proc: Processes that map a `Dataset`.
-
-    Returns:
-        Columns `input_ids`, `loss_mask`, `conversation_id` and `turn`, as numpy int32.
-
-    Raises:
-        ConfigError: If the dataset is of a kind that cannot be used here.
-        DataError: If a row cannot be learned, or no row is left.
-    """
-    transform = ChatTransform(
-        tokenizer,
-        assistant_mask=assistant_mask,
-        max_length=max_length,
-        overlong=overlong,
-    )
-    if isinstance(dataset, IterableDataset):
-        raise ConfigError("an IterableDataset cannot be trained on yet; load a datasets.Dataset (streaming=False)")
-    features = Features({**COLUMNS, "outcome": Value("int8")})
-    if isinstance(dataset, Dataset):
-        if len(dataset) == 0:
-            raise DataError("the dataset has no rows")
-        # Formats such as "torch" would hand over tensors; a lazy transform (type "custom") makes the rows: keep it.
-        plain = dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
-        mapped = plain.map(
-            transform,
-            batched=True,
-            batch_size=_ROWS_PER_MAP_CALL,
-            with_indices=True,
-            fn_kwargs={"report_outcomes": True},
-            remove_columns=dataset.column_names,
-            features=features,
-            num_proc=num_proc,
-            desc="Tokenizing",
-        )
-    else:
-        mapped = Dataset.from_dict(_transform_rows(transform, dataset), features=features)
-    outcomes = mapped.with_format("numpy")["outcome"][:]
-    log_outcomes(outcomes)
-    kept = np.flatnonzero(outcomes < Outcome.DROPPED)
-    if not len(kept):
-        raise DataError(
-            f"no usable example is left of {len(outcomes)}: all were longer than max_length={max_length}, or lost "
-            f"every token to learn when cut; raise max_length"
-        )
-    if len(kept) < len(outcomes):
-        mapped = mapped.select(kept)
-    return mapped.remove_columns("outcome").with_format("numpy", dtype=np.int32)
-
-
-def _transform_rows(transform: ChatTransform, rows: Any) -> dict[str, list[Any]]:
-    """Transform a list of dicts without the columnar store, which cannot hold arguments of mixed types."""
-    if (
-        not isinstance(rows, Sequence)
-        or isinstance(rows, (str, bytes))
-        or not all(isinstance(r, Mapping) for r in rows)
-    ):
-        raise ConfigError(
-            f"train_dataset must be a datasets.Dataset or a list of dicts, got {type(rows).__name__}; of a DatasetDict "
-            f'pass one split, such as dataset["train"]'
-        )
-    if not rows:
-        raise DataError("the dataset has no rows")
-    columns = set().union(*rows)
-    format_name = recognise_format(columns)
-    for index, row in enumerate(rows):
-        if missing := [name for name in FORMATS[format_name][0] if name not in row]:
-            raise DataError(f"row {index} has no {' and no '.join(missing)}, which the other rows have")
-    examples = list(transform.tokenize(rows, range(len(rows)), format_name=format_name))
-    result: dict[str, list[Any]] = {name: [getattr(example, name) for example in examples] for name in COLUMNS}
-    return {**result, "outcome": [int(example.outcome) for example in examples]}

@@ -33,10 +33,12 @@ class LengthPolicy:
     Attributes:
         max_length: Most tokens of an example, or None.
         overlong: One of `OVERLONG_POLICIES`.
+        limit_name: What sets `max_length`, for messages.
     """
 
     max_length: int | None
     overlong: str
+    limit_name: str = "max_length"
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -73,8 +75,8 @@ class LengthPolicy:
             return ids, mask, Outcome.WHOLE
         if self.overlong == "error":
             raise DataError(
-                f"{where}: {len(ids)} tokens are more than max_length={self.max_length}; raise it, or set overlong to "
-                f"one of {OVERLONG_POLICIES[1:]}"
+                f"{where}: {len(ids)} tokens are more than {self.limit_name}={self.max_length}; shorten the example, "
+                f"raise the limit if it is yours, or set overlong to one of {OVERLONG_POLICIES[1:]}"
             )
         if self.overlong == "drop":
             return ids[:0], mask[:0], Outcome.DROPPED
@@ -86,21 +88,98 @@ class LengthPolicy:
         return ids, mask, Outcome.TRUNCATED
 
 
-def log_outcomes(outcomes: Sequence[int] | np.ndarray) -> None:
+def longest_example(
+    max_length: int | None, packed_sequence_length: int, model_limit: int | None = None
+) -> tuple[int, str]:
+    """Return how many tokens an example may have, and what says so.
+
+    Args:
+        max_length: The user's limit, or None.
+        packed_sequence_length: Row capacity, which holds where there is no `max_length`.
+        model_limit: Positions that the base model knows, or None.
+
+    Example:
+        >>> longest_example(None, 16384, 4096)
+        (4096, "the model's max_position_embeddings")
+    """
+    own = (packed_sequence_length, "packed_sequence_length") if max_length is None else (max_length, "max_length")
+    if model_limit is not None and model_limit < own[0]:
+        return model_limit, "the model's max_position_embeddings"
+    return own
+
+
+@dataclass(kw_only=True, slots=True)
+class LengthTally:
+    """What became of the examples of one or more datasets.
+
+    Attributes:
+        num_examples: Examples before any was dropped.
+        num_truncated: Examples that were cut.
+        num_dropped: Examples that were left out, for their length or because nothing to learn was left of them.
+    """
+
+    num_examples: int = 0
+    num_truncated: int = 0
+    num_dropped: int = 0
+
+    def add(self, outcomes: Sequence[int] | np.ndarray) -> None:
+        """Count examples.
+
+        Args:
+            outcomes: Values of `Outcome`, one per example.
+        """
+        counts = np.bincount(np.asarray(outcomes, dtype=np.int64), minlength=len(Outcome))
+        self.num_examples += int(counts.sum())
+        self.num_truncated += int(counts[Outcome.TRUNCATED])
+        self.num_dropped += int(counts[Outcome.DROPPED :].sum())
+
+    def metrics(self) -> dict[str, int]:
+        """Return the counts under the names that are logged; empty if every example was kept whole."""
+        if not self.num_truncated and not self.num_dropped:
+            return {}
+        return {"truncated_examples": self.num_truncated, "dropped_examples": self.num_dropped}
+
+
+def log_outcomes(outcomes: Sequence[int] | np.ndarray, limit: str = "max_length") -> None:
     """Log how many examples were cut or dropped, if any.
 
     Args:
         outcomes: Values of `Outcome`, one per example.
+        limit: What they were longer than.
     """
     counts = np.bincount(np.asarray(outcomes, dtype=np.int64), minlength=len(Outcome))
     num_overlong = counts.sum() - counts[Outcome.WHOLE]
     if num_overlong:
         logger.warning(
-            "%d of %d examples were longer than max_length: %d truncated, %d dropped, %d dropped because truncation "
+            "%d of %d examples were longer than %s: %d truncated, %d dropped, %d dropped because truncation "
             "left nothing to learn",
             num_overlong,
             counts.sum(),
+            limit,
             counts[Outcome.TRUNCATED],
             counts[Outcome.DROPPED],
             counts[Outcome.DROPPED_WITHOUT_TARGET],
         )
+
+
+def describe_lengths(num_tokens: np.ndarray) -> str:
+    """Return quantiles and a histogram of example lengths in two lines.
+
+    Args:
+        num_tokens: Tokens of each example, int, shape (num_examples,), num_examples >= 1.
+
+    Example:
+        >>> print(describe_lengths(np.array([3, 4, 5, 6, 60])))
+        5 examples of 78 tokens in all; shortest 3, quarter 4, median 5, three quarters 6, 99% 60, longest 60
+        up to 4: 2 (40%), 8: 2 (40%), 16: 0, 32: 0, 64: 1 (20%)
+    """
+    quantiles = np.quantile(num_tokens, [0, 0.25, 0.5, 0.75, 0.99, 1], method="inverted_cdf")
+    names = ("shortest", "quarter", "median", "three quarters", "99%", "longest")
+    listed = ", ".join(f"{name} {value:,}" for name, value in zip(names, quantiles, strict=True))
+    exponents = np.ceil(np.log2(np.maximum(num_tokens, 2))).astype(int)
+    counts = np.bincount(exponents)[exponents.min() :]
+    shares = [
+        f"{2 ** (exponents.min() + at):,}: {count:,}" + (f" ({count / len(num_tokens):.0%})" if count else "")
+        for at, count in enumerate(counts)
+    ]
+    return f"{len(num_tokens):,} examples of {num_tokens.sum():,} tokens in all; {listed}\nup to {', '.join(shares)}"

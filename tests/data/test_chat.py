@@ -2,7 +2,9 @@
 
 import copy
 import json
+import math
 import pickle
+import re
 import subprocess
 import sys
 
@@ -15,8 +17,9 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from hf_megapack.data import rendering
-from hf_megapack.data.chat import ChatTransform, prepare_dataset
+from hf_megapack.data.chat import ChatTransform
 from hf_megapack.data.encoding import TextEncoder
+from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.errors import ConfigError, DataError
 from tests.helpers.assets import load_conversations, load_template, load_tokenizer
 
@@ -452,6 +455,26 @@ def test_overlong_policies_cut_count_and_keep_a_target(caplog):
         "1 truncated, 0 dropped, 2 dropped because truncati",
         "2 truncated, 0 dropped, 1 dropped because truncati",
     ]
+
+
+def test_lengths_are_logged_with_their_spread(caplog):
+    """The oracle counts by hand; of n sorted lengths the q-quantile is the ceil(q * n)-th."""
+    caplog.set_level("INFO", logger="hf_megapack")
+    rows = load_conversations("mtbench")
+    lengths = sorted(len(example["input_ids"]) for example in tokenize(rows, assistant_mask="each"))
+    [line] = [record.getMessage() for record in caplog.records if "Lengths" in record.getMessage()]
+    at = [lengths[max(math.ceil(q * len(lengths)), 1) - 1] for q in (0, 0.25, 0.5, 0.75, 0.99, 1)]
+    listed = [
+        int(value.replace(",", "")) for value in re.findall(r"([\d,]+)(?:,|$)", line.split(";")[1].split("\n")[0])
+    ]
+    assert listed == at
+    assert f"{len(lengths)} examples of {sum(lengths):,} tokens" in line
+    bins = re.findall(r"([\d,]+): ([\d,]+)", line.split("\n")[1])
+    upper = 0
+    for high, count in ((int(high.replace(",", "")), int(count)) for high, count in bins):
+        assert sum(upper < length <= high for length in lengths) == count
+        upper = high
+    assert upper >= lengths[-1]
 
 
 def test_no_usable_row_is_an_error():

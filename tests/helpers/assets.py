@@ -7,6 +7,8 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+# A folder with the configuration of a small Llama of 512 positions, and no weights.
+MODEL = str(ASSETS / "model")
 
 # Beginnings of the names of templates that open a text, or close a turn, with other tokens than the tokenizer's own.
 _BOS_TOKENS = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig
 
-from hf_megapack.data.chat import prepare_dataset
 from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.megatron.backend import MegatronBackend
 from hf_megapack.weights.export import export_peft_adapter
 from tests.helpers.assets import load_conversations, load_tokenizer
