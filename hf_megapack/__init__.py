@@ -10,6 +10,7 @@ _HOME = {
     "MegaPackTrainer": "trainer",
     "MegaPackConfig": "config",
     "ChatTransform": "data.chat",
+    "preview": "data.preview",
     "PrefixTreeCollator": "data.collator",
     "PackingReport": "packing.report",
     "export_peft_adapter": "weights.export",

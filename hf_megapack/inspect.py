@@ -7,6 +7,7 @@ model is needed and nothing is trained.
 import dataclasses
 import heapq
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase
 
 from hf_megapack.config import MegaPackConfig
+from hf_megapack.data.lengths import describe_lengths
+from hf_megapack.data.prepare import example_lengths
+from hf_megapack.data.preview import Preview, show_example
 from hf_megapack.data.sources import read_dataset
 from hf_megapack.errors import ConfigError, MegaPackError
 from hf_megapack.loading import build_collator, build_loader, prepare_on_rank_zero
@@ -59,6 +63,7 @@ class InspectOptions:
     updates: int = _option("Updates to pack, from the first one of training on.", 3)
     shuffle: bool = _option("Take the order that training has with this seed, not the order of the data.", False)
     data_parallel_size: int = _option("Ranks that rows are dealt to.", 1)
+    show: int = _option("Examples to print before the tables, with what is learned in colour.", 0)
     picture: str | None = _option("Image to write, such as rows.png or rows.pdf, with the packed rows to scale.")
     picture_rows: int = _option("Most rows to draw.", 12)
 
@@ -87,6 +92,22 @@ class CostlyExample:
     def cost(self) -> float:
         """Cost of the example's own slots, by `slots_cost`."""
         return slots_cost(self.num_own_slots, self.num_own_pairs)
+
+
+def show_examples(loader: DataLoader, tokenizer: PreTrainedTokenizerBase, num_examples: int) -> Preview:
+    """Return the first examples of a loader as text.
+
+    Args:
+        loader: As `build_loader` makes it.
+        tokenizer: What decodes them.
+        num_examples: Most examples to show.
+    """
+    shown = []
+    for index in itertools.islice(itertools.chain.from_iterable(loader.batch_sampler), num_examples):
+        row = loader.dataset[index]
+        turn = f", turn {row['turn']}" if row["turn"] >= 0 else ""
+        shown.append(show_example(row, tokenizer, title=f"row {row['conversation_id']}{turn}"))
+    return Preview(tuple(shown))
 
 
 def pack_updates(loader: DataLoader, num_updates: int) -> tuple[list[PackingReport], list[CostlyExample]]:
@@ -210,6 +231,8 @@ def _parse(argv: Sequence[str] | None) -> tuple[str, InspectOptions, dict[str, A
 
 
 def _check(options: InspectOptions) -> None:
+    if options.show < 0:
+        raise ConfigError(f"show is {options.show}; it must be at least 0")
     for name in ("examples_per_update", "updates", "data_parallel_size", "picture_rows"):
         if getattr(options, name) < 1:
             raise ConfigError(f"{name} is {getattr(options, name)}; it must be at least 1")
@@ -273,6 +296,7 @@ def inspect(argv: Sequence[str] | None) -> str:
     data, options, packing = _parse(argv)
     _check(options)
     loader = _build_loader(data, options, packing)
+    shown = show_examples(loader, _load_tokenizer(options), options.show) if options.show else None
     reports, examples = pack_updates(loader, options.updates)
     capacity = packing["packed_sequence_length"]
     order = f"the order of training with seed {packing['seed']}" if options.shuffle else "the order of the data"
@@ -280,9 +304,12 @@ def inspect(argv: Sequence[str] | None) -> str:
         f"{data} in {order}, {options.examples_per_update} examples per update,\n"
         f"assistant_mask {packing['assistant_mask']}, {packing['packing_strategy']}, rows of up to {capacity:,} slots, "
         f"data-parallel size {options.data_parallel_size}\n",
+        f"{describe_lengths(example_lengths(loader.dataset))}\n",
         update_table(reports, capacity),
         example_table(examples),
     ]
+    if shown is not None:
+        parts.insert(0, shown.text(colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     if options.picture is not None:
         figure = sum(reports, PackingReport()).plot(packed_sequence_length=capacity, max_rows=options.picture_rows)
         try:

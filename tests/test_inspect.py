@@ -146,6 +146,16 @@ def test_the_most_expensive_examples_are_found_with_their_row_and_turn(inspected
         assert [lengths[i] for i in named] == [length]
 
 
+def test_show_prints_the_first_examples_with_what_is_learned(inspected, tiny_tokenizer):
+    dataset = prepare_dataset(load_conversations("bfcl"), tiny_tokenizer, assistant_mask="each")
+    text = inspected("--assistant_mask", "each", "--show", "2").split("assistant_mask each")[0]
+    assert text.count("learned (") == 2
+    for example in (dataset[0], dataset[1]):
+        learned = tiny_tokenizer.decode(example["input_ids"][example["loss_mask"] == 1])
+        assert f"[[{learned}]]" in text.replace("\u21b5", "")
+    assert "learned (" not in inspected("--assistant_mask", "each")
+
+
 def test_the_list_is_ordered_by_cost_and_says_when_there_is_no_turn():
     cheap = CostlyExample(update=0, data_row=5, turn=-1, num_tokens=900, num_own_slots=0, num_own_pairs=0)
     costly = CostlyExample(update=1, data_row=7, turn=3, num_tokens=100, num_own_slots=100, num_own_pairs=5050)
@@ -294,7 +304,7 @@ def test_without_matplotlib_the_error_names_it_before_any_work(inspected, monkey
         (["--examples_per_update", "0"], "examples_per_update is 0"),
         (["--picture", "/nowhere/rows.png"], "no folder /nowhere"),
         (["--chat_template", "/nowhere/t.jinja"], "chat_template '/nowhere/t.jinja' cannot be read"),
-        (["--packed_sequence_length", "100"], "row 0.*tokens are more than max_length=100"),
+        (["--packed_sequence_length", "100"], "row 0.*tokens are more than packed_sequence_length=100"),
         (["--packing_strategy", "ffd", "--share_supervised"], "share_supervised"),
     ],
 )

@@ -37,6 +37,7 @@ def test_all_names_resolve_and_are_listed():
         "MegaPackConfig",
         "PrefixTreeCollator",
         "ChatTransform",
+        "preview",
         "export_peft_adapter",
         "PackingReport",
         "MegaPackError",

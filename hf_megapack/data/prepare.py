@@ -93,12 +93,19 @@ def prepare_dataset(  # noqa: PLR0913 - what `ChatTransform` takes, and how to r
     if len(kept) < len(outcomes):
         mapped = mapped.select(kept)
     prepared = mapped.remove_columns("outcome").with_format("numpy", dtype=np.int32)
-    logger.info("Lengths: %s", describe_lengths(_lengths_of(prepared)))
+    logger.info("Lengths: %s", describe_lengths(example_lengths(prepared)))
     return prepared
 
 
-def _lengths_of(prepared: Dataset) -> np.ndarray:
-    """Return the number of tokens of each example, without reading the tokens."""
+def example_lengths(prepared: Dataset) -> np.ndarray:
+    """Return the number of tokens of each example, without reading the tokens.
+
+    Args:
+        prepared: What `prepare_dataset` returns.
+
+    Returns:
+        int64, shape (num_examples,).
+    """
     table = prepared.with_format("arrow")
     parts = [pc.list_value_length(part["input_ids"]).to_numpy() for part in table.iter(batch_size=10_000)]
     return np.concatenate(parts).astype(np.int64)
