@@ -97,7 +97,7 @@ def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_si
         packing_strategy=args.packing_strategy,
         min_shared_tokens=args.min_shared_tokens,
         share_supervised=args.share_supervised,
-        alignment=_alignment(args),
+        alignment=layout_alignment(args),
         data_parallel_size=data_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         virtual_pipeline_parallel_size=args.virtual_pipeline_parallel_size,
@@ -105,8 +105,12 @@ def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_si
     )
 
 
-def _alignment(args: MegaPackConfig) -> Alignment:
-    """Return the two multiples of a row: those given, which must suit the layout, else those that the layout needs."""
+def layout_alignment(args: MegaPackConfig) -> Alignment:
+    """Return the two multiples of a row: those given, which must suit the layout, else those that the layout needs.
+
+    Raises:
+        ConfigError: If a given multiple does not suit the layout.
+    """
     needed = Alignment.for_layout(
         tensor_parallel_size=args.tensor_parallel_size if args.sequence_parallel else 1,
         context_parallel_size=args.context_parallel_size,

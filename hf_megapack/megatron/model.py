@@ -144,6 +144,8 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pipeline_size,
         virtual_pipeline_model_parallel_size=layout.num_chunks if is_interleaved else None,
         variable_seq_lengths=layout.pipeline_size > 1,
+        # Asked for together with variable lengths even where there are no experts.
+        moe_token_dispatcher_type="alltoall",
         # Batched, an interleaved pipeline would pair the shape of one microbatch with the tensor of another.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,

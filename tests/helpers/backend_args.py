@@ -14,6 +14,9 @@ def backend_args(**options) -> SimpleNamespace:
         "virtual_pipeline_parallel_size": 1,
         "context_parallel_size": 1,
         "sequence_parallel": False,
+        "sequence_length_multiple": None,
+        "packed_length_multiple": None,
+        "fp8": None,
     }
     assert set(options) <= set(defaults)
     return SimpleNamespace(**(defaults | options))
