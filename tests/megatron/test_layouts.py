@@ -26,7 +26,7 @@ from tests.helpers.spawn import run_ranks
 
 LOSS_BOUND = 1e-6
 GRADIENT_BOUND_PERCENT = 0.001
-NUM_STEPS = 20
+NUM_STEPS, HANDED_OVER = 20, 16
 TENSOR, SEQUENCE = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "sequence_parallel": True}
 PIPELINE, CONTEXT = {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
 INTERLEAVED = {**PIPELINE, "virtual_pipeline_parallel_size": 2}
@@ -81,7 +81,7 @@ def examples() -> list[dict]:
 
 def update(step: int) -> list[dict]:
     """Return the examples of one update of a run."""
-    return [examples()[(5 * step + offset) % 12] for offset in range(4)]
+    return [examples()[(5 * step + offset) % 12] for offset in range(2)]
 
 
 def pack(backend: MegatronBackend, args, chosen: list[dict], capacity: int = 450):
@@ -103,8 +103,6 @@ def llama(std: float = 0.1) -> LlamaConfig:
 
 def full_gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     """Return the whole gradient of every factor."""
-    zero = {key: (p.grad is None) for key, p in backend.parameters.items()}
-    assert not any(zero.values())
     return gather_full({k: (p.grad, backend._split_dims[k]) for k, p in backend.parameters.items()}, backend.layout)
 
 
@@ -167,9 +165,9 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
     seen["single"] = one_step(backend, args, examples()[:1])
 
     optimizer = make_optimizer(backend)
-    seen["losses"] = train(backend, args, optimizer, range(NUM_STEPS // 2))
+    seen["losses"] = train(backend, args, optimizer, range(HANDED_OVER))
     seen["middle"] = {"adapter": backend.adapter_state(), "optimizer": backend.optimizer_state(optimizer)}
-    seen["losses"] += train(backend, args, optimizer, range(NUM_STEPS // 2, NUM_STEPS))
+    seen["losses"] += train(backend, args, optimizer, range(HANDED_OVER, NUM_STEPS))
     seen["adapter"] = backend.adapter_state()
     seen["local"] = {
         key: (backend.layout.tensor_rank if backend._split_dims[key] is not None else None, value.detach().clone())
@@ -179,7 +177,7 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
     handed = handed or seen["middle"]
     backend.load_adapter(handed["adapter"])
     backend.load_optimizer_state(resumed, handed["optimizer"])
-    train(backend, args, resumed, range(NUM_STEPS // 2, NUM_STEPS))
+    train(backend, args, resumed, range(HANDED_OVER, NUM_STEPS))
     seen["resumed"] = backend.adapter_state()
     seen["poisoned"] = poisoned_loss(backend, args, rank)
     backend.close()
@@ -261,8 +259,8 @@ def test_twenty_updates_and_a_resumed_run_end_with_the_adapter_of_one_process(se
             for key, value in alone["adapter"].items():
                 moved = (value - alone["initial"][key]).abs().mean()
                 assert moved > 0
-                assert (rank[run][key] - value).abs().mean() < 1e-4 * moved
-                torch.testing.assert_close(rank[run][key], value, rtol=0, atol=2e-4)
+                assert (rank[run][key] - value).abs().mean() < 1e-5 * moved
+                torch.testing.assert_close(rank[run][key], value, rtol=0, atol=1e-5)
     assert max(alone["losses"]) - min(alone["losses"]) > 1e-2
 
 
