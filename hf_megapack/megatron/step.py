@@ -42,9 +42,15 @@ def microbatch(
         The tokens of this rank's slots, int64, and the parameters that travel with the microbatch.
 
     Raises:
-        DataError: If the ranks that share rows cannot share this one.
+        DataError: If the ranks that share rows, or their slots, cannot share this one.
     """
     slots, share = share_row(row.subtree_end, layout)
+    if layout.sequence_parallel and slots.size % layout.tensor_size:
+        raise DataError(
+            f"A row of {row.input_ids.size} slots cannot be split over {layout.tensor_size} tensor-parallel ranks; "
+            f"pack with packed_multiple {layout.tensor_size * layout.context_size}, which MegaPackTrainer's own "
+            "collator does."
+        )
     labels, weights = row.labels[slots], row.loss_weights[slots]
     learned = np.flatnonzero((labels != IGNORE_LABEL) & (weights > 0))
     if is_dummy:

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_megapack.data.collator import PrefixTreeCollator
-from hf_megapack.errors import ConfigError, NonFiniteResultError
+from hf_megapack.errors import ConfigError, DataError, NonFiniteResultError
 from hf_megapack.guard import check_finite
 from hf_megapack.loading import layout_alignment
 from hf_megapack.megatron.backend import MegatronBackend
@@ -58,7 +58,7 @@ SIZES = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "max_position_embeddings": 1024,
 }
 WHOLE = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", rank_pattern={"q_proj": 2, "up_proj": 3})
@@ -179,6 +179,10 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
     backend.load_optimizer_state(resumed, handed["optimizer"])
     train(backend, args, resumed, range(HANDED_OVER, NUM_STEPS))
     seen["resumed"] = backend.adapter_state()
+    if args.sequence_parallel:
+        odd = next(example for example in examples() if example["input_ids"].size % 2)
+        with pytest.raises(DataError, match=r"A row of \d+ slots cannot be"):
+            backend.run_step(PrefixTreeCollator(packed_sequence_length=450)([odd]))
     seen["poisoned"] = poisoned_loss(backend, args, rank)
     backend.close()
 
