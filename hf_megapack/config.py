@@ -27,15 +27,14 @@ _MINIMUM = {
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "per_device_eval_batch_size": 1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "virtual_pipeline_parallel_size": 1,
+    "context_parallel_size": 1,
 }
 # What is built so far, where the field's type allows more.
 _SUPPORTED = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "virtual_pipeline_parallel_size": (1,),
-    "context_parallel_size": (1,),
     "expert_parallel_size": (1,),
-    "sequence_parallel": (False,),
     "fp8": (None,),
     "attention": ("auto", "tree"),
     "recompute": ("auto", "full", "off"),
@@ -109,13 +108,19 @@ class MegaPackConfig(TrainingArguments):
     )
 
     # parallel
-    tensor_parallel_size: int = _option(1, "Ranks that split each matrix between them. Only 1 is supported.")
-    pipeline_parallel_size: int = _option(1, "Ranks that split the layers between them. Only 1 is supported.")
-    virtual_pipeline_parallel_size: int = _option(1, "Chunks of layers on each pipeline rank. Only 1 is supported.")
-    context_parallel_size: int = _option(1, "Ranks that split each row's slots between them. Only 1 is supported.")
+    tensor_parallel_size: int = _option(
+        1, "Ranks that split each matrix between them. Whatever ranks are left over run different rows (data parallel)."
+    )
+    pipeline_parallel_size: int = _option(1, "Ranks that split the layers between them.")
+    virtual_pipeline_parallel_size: int = _option(
+        1, "Runs of layers on each pipeline rank; more than 1 interleaves them and needs pipeline_parallel_size > 1."
+    )
+    context_parallel_size: int = _option(1, "Ranks that split each row's slots between them.")
     expert_parallel_size: int = _option(1, "Ranks that split the experts between them. Only 1 is supported.")
     sequence_parallel: bool = _option(
-        False, "Split activations over the tensor-parallel ranks. Only False is supported."
+        False,
+        "Split activations between matrices over the tensor-parallel ranks too, which saves memory; needs "
+        "tensor_parallel_size > 1.",
     )
 
     # precision and speed
@@ -216,6 +221,16 @@ class MegaPackConfig(TrainingArguments):
             raise ConfigError(
                 f"max_length={self.max_length} exceeds packed_sequence_length={self.packed_sequence_length}: an "
                 "example must fit into one row. Lower max_length or raise packed_sequence_length."
+            )
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "sequence_parallel=True splits activations over the tensor-parallel ranks, but tensor_parallel_size=1. "
+                "Raise tensor_parallel_size, or leave sequence_parallel out."
+            )
+        if self.virtual_pipeline_parallel_size > 1 and self.pipeline_parallel_size == 1:
+            raise ConfigError(
+                f"virtual_pipeline_parallel_size={self.virtual_pipeline_parallel_size} cuts each pipeline stage into "
+                "chunks, but pipeline_parallel_size=1. Raise pipeline_parallel_size, or leave it out."
             )
         if self.optim.value not in ELEMENTWISE_OPTIMIZERS:
             raise ConfigError(

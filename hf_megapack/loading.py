@@ -20,6 +20,7 @@ from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.lengths import LengthTally, longest_example
 from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.data.sampler import UpdateSampler
+from hf_megapack.errors import ConfigError
 from hf_megapack.packing import Alignment, ExampleSet, PrefixOrder, estimate_sharing, gather_examples, order_by_prefix
 from hf_megapack.ranks import from_rank_zero
 
@@ -86,20 +87,43 @@ def prepare_on_rank_zero(
 
 
 def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_size: int) -> PrefixTreeCollator:
-    """Return the collator that the arguments describe."""
+    """Return the collator that the arguments describe.
+
+    Raises:
+        ConfigError: If an option does not fit another, or a row multiple the layout.
+    """
     return PrefixTreeCollator(
         packed_sequence_length=args.packed_sequence_length,
         packing_strategy=args.packing_strategy,
         min_shared_tokens=args.min_shared_tokens,
         share_supervised=args.share_supervised,
-        alignment=Alignment(
-            sequence_multiple=args.sequence_length_multiple or 1, packed_multiple=args.packed_length_multiple or 1
-        ),
+        alignment=layout_alignment(args),
         data_parallel_size=data_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         virtual_pipeline_parallel_size=args.virtual_pipeline_parallel_size,
         pad_token_id=getattr(processing_class, "pad_token_id", None) or 0,
     )
+
+
+def layout_alignment(args: MegaPackConfig) -> Alignment:
+    """Return the two multiples of a row: those given, which must suit the layout, else those that the layout needs.
+
+    Raises:
+        ConfigError: If a given multiple does not suit the layout.
+    """
+    needed = Alignment.for_layout(
+        tensor_parallel_size=args.tensor_parallel_size if args.sequence_parallel else 1,
+        context_parallel_size=args.context_parallel_size,
+        fp8=args.fp8,
+    )
+    given = args.packed_length_multiple or needed.packed_multiple
+    if given % needed.packed_multiple:
+        raise ConfigError(
+            f"packed_length_multiple={given} does not suit the layout, which needs a multiple of "
+            f"{needed.packed_multiple}. Leave it out to take that."
+        )
+    sequence_multiple = args.sequence_length_multiple or needed.sequence_multiple
+    return Alignment(sequence_multiple=sequence_multiple, packed_multiple=given)
 
 
 def build_loader(

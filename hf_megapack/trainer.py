@@ -221,7 +221,7 @@ class MegaPackTrainer(Trainer):
         rows = inputs.schedule.row_index[self.backend.data_parallel_rank]
         slots = sum(inputs.rows[row].input_ids.size for row in rows)
         weights = sum(p.numel() for name, p in self.model.named_parameters() if "embed" not in name)
-        return 4 * slots * weights
+        return 4 * slots * weights // self.backend.context_parallel_size
 
     def training_step(
         self, model: torch.nn.Module, inputs: PackedBatch, num_items_in_batch: int | None = None

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "data": {"packing"},
     "weights": set(),
-    "megatron": {"weights", "kernels"},
+    "megatron": {"weights", "kernels", "packing"},
     "arguments": set(),
     "config": {"arguments"},
     "ranks": set(),

@@ -100,12 +100,12 @@ def test_trl_fields_are_ours_or_explained():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported yet; it must be 1"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size=2"),
-        ({"context_parallel_size": 2}, "context_parallel_size=2"),
-        ({"expert_parallel_size": 2}, "expert_parallel_size=2"),
-        ({"sequence_parallel": True}, "sequence_parallel=True"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is too small; it must be at least 1"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0"),
+        ({"context_parallel_size": 0}, "context_parallel_size=0"),
+        ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size=2 .*pipeline_parallel_size=1"),
+        ({"expert_parallel_size": 2}, "expert_parallel_size=2 is not supported yet; it must be 1"),
+        ({"sequence_parallel": True}, "sequence_parallel=True .*tensor_parallel_size=1"),
         ({"fp8": "blockwise"}, "fp8='blockwise' is not supported yet"),
         ({"group_by_prefix": True, "packing_strategy": "ffd"}, "group_by_prefix=True .*packing_strategy='ffd'"),
         ({"group_by_prefix": True, "train_sampling_strategy": "sequential"}, "group_by_prefix=True .*'sequential'"),

@@ -2,9 +2,10 @@
 
 Each slot therefore sees its ancestors and itself, never a sibling branch, another root or padding. The row's tree
 travels with the microbatch in `TreeParams`, never as module state: recompute and interleaved pipelines would read
-another microbatch's.
+another microbatch's. Where ranks share a row, queries are those of the rank's own slots, keys those of the whole row.
 
-Shapes: T slots, H query heads, G key and value heads, D head size, Q slots of one query block, K slots they can see.
+Shapes: T slots of the row, L slots of this rank (T where rows are not shared), H query heads, G key and value heads,
+D head size, Q slots of one query block, K slots they can see.
 """
 
 import functools
@@ -13,6 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import scaled_dot_product_attention
+
+from hf_megapack.megatron.context import ContextShare, gather_keys_and_values
+from hf_megapack.packing.alignment import CONTEXT_BLOCK
 
 # Long enough that a block is a good matrix product, short enough that few keys are read for nothing.
 HOST_BLOCK = 256
@@ -26,11 +30,12 @@ class TreeParams(PackedSeqParams):
     Attributes:
         position_ids: Depth of each slot in its example. int64, shape (T,).
         subtree_end: First slot after the subtree that begins at each slot. int64, shape (T,).
-        loss_slots: Slots that have a label and count. int64, shape (num_loss_slots,).
+        loss_slots: Which of this rank's slots have a label and count. int64, shape (num_loss_slots,).
         loss_labels: Token that each of them predicts. int64, shape (num_loss_slots,).
         loss_counts: Number of examples that learn it. int64, same shape.
         loss_scale: One over the loss-bearing tokens of the whole update.
         wants_logits: Return the logits of all slots instead of the loss.
+        share: What this rank holds of the row, None for all of it.
         cache: Block plans, made once for a row and shared by its layers.
     """
 
@@ -41,7 +46,17 @@ class TreeParams(PackedSeqParams):
     loss_counts: torch.Tensor | None = None
     loss_scale: float = 0.0
     wants_logits: bool = False
+    share: ContextShare | None = None
     cache: dict = field(default_factory=dict)
+
+    @property
+    def local_positions(self) -> torch.Tensor:
+        """Depth in its example of each slot of this rank. int64, shape (L,)."""
+        return self.position_ids if self.share is None else self.position_ids[self.share.slots]
+
+    def query_slots(self, num_queries: int) -> torch.Tensor:
+        """Return the slots of this rank's queries. int64, shape (num_queries,)."""
+        return torch.arange(num_queries) if self.share is None else self.share.slots
 
 
 def visible(query_slots: torch.Tensor, key_slots: torch.Tensor, params: TreeParams, window: int | None) -> torch.Tensor:
@@ -64,7 +79,7 @@ def visible(query_slots: torch.Tensor, key_slots: torch.Tensor, params: TreePara
 
 
 def dense_tree_attention(
-    query_THD: torch.Tensor,
+    query_LHD: torch.Tensor,
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
     params: TreeParams,
@@ -75,7 +90,7 @@ def dense_tree_attention(
     """Attend with the whole mask in memory: the plain twin that faster paths are compared with.
 
     Args:
-        query_THD: Shape (T, H, D).
+        query_LHD: Shape (L, H, D).
         key_TGD: Shape (T, G, D), H a multiple of G.
         value_TGD: Shape (T, G, D).
         params: The row.
@@ -83,30 +98,34 @@ def dense_tree_attention(
         window: Sliding window in positions, None for full attention.
 
     Returns:
-        Shape (T, H, D), the query's dtype.
+        Shape (L, H, D), the query's dtype.
     """
-    slots = torch.arange(query_THD.shape[0], device=query_THD.device)
-    repeats = query_THD.shape[1] // key_TGD.shape[1]
+    queries = params.query_slots(query_LHD.shape[0]).to(query_LHD.device)
+    keys = torch.arange(key_TGD.shape[0], device=query_LHD.device)
+    repeats = query_LHD.shape[1] // key_TGD.shape[1]
     key_THD, value_THD = (x.repeat_interleave(repeats, dim=1) for x in (key_TGD, value_TGD))
-    scores_HQK = torch.einsum("qhd,khd->hqk", query_THD, key_THD) * scale
-    scores_HQK = scores_HQK.masked_fill(~visible(slots, slots, params, window), float("-inf"))
+    scores_HQK = torch.einsum("qhd,khd->hqk", query_LHD, key_THD) * scale
+    scores_HQK = scores_HQK.masked_fill(~visible(queries, keys, params, window), float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores_HQK.softmax(dim=-1), value_THD)
 
 
-def _host_plan(params: TreeParams, num_slots: int) -> list[tuple[slice, torch.Tensor]]:
-    """Return the query blocks of a row, each with the key slots that some slot of the block sees, ascending."""
+def _host_plan(params: TreeParams, num_queries: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Return the query blocks of a row: which queries, their slots, and the slots that some of them see, ascending."""
     if "host" not in params.cache:
-        plan = []
-        for start in range(0, num_slots, HOST_BLOCK):
-            stop = min(start + HOST_BLOCK, num_slots)
-            earlier = (params.subtree_end[:start] > start).nonzero()[:, 0]
-            plan.append((slice(start, stop), torch.cat((earlier, torch.arange(start, stop)))))
+        slots, plan = params.query_slots(num_queries), []
+        size = HOST_BLOCK if params.share is None else CONTEXT_BLOCK
+        for start in range(0, num_queries, size):
+            block = slice(start, min(start + size, num_queries))
+            # The slots of a block follow one another.
+            first, stop = int(slots[block][0]), int(slots[block][-1]) + 1
+            earlier = (params.subtree_end[:first] > first).nonzero()[:, 0]
+            plan.append((block, slots[block], torch.cat((earlier, torch.arange(first, stop)))))
         params.cache["host"] = plan
     return params.cache["host"]
 
 
 def host_tree_attention(
-    query_THD: torch.Tensor,
+    query_LHD: torch.Tensor,
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
     params: TreeParams,
@@ -118,17 +137,16 @@ def host_tree_attention(
 
     Arguments and result as `dense_tree_attention`; work and memory follow the visible pairs, not the square of the row.
     """
-    query_HTD, key_GTD, value_GTD = (x.transpose(0, 1).unsqueeze(0) for x in (query_THD, key_TGD, value_TGD))
-    slots = torch.arange(query_THD.shape[0])
+    query_HLD, key_GTD, value_GTD = (x.transpose(0, 1).unsqueeze(0) for x in (query_LHD, key_TGD, value_TGD))
     outputs = []
-    for block, key_slots in _host_plan(params, query_THD.shape[0]):
+    for block, slots, key_slots in _host_plan(params, query_LHD.shape[0]):
         output = scaled_dot_product_attention(
-            query_HTD[:, :, block],
+            query_HLD[:, :, block],
             key_GTD.index_select(2, key_slots),
             value_GTD.index_select(2, key_slots),
-            attn_mask=visible(slots[block], key_slots, params, window),
+            attn_mask=visible(slots, key_slots, params, window),
             scale=scale,
-            enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+            enable_gqa=query_LHD.shape[1] != key_TGD.shape[1],
         )
         outputs.append(output)
     return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
@@ -151,19 +169,23 @@ def tree_block_mask(params: TreeParams, num_slots: int, window: int | None):
     key = ("flex", window)
     if key in params.cache:
         return params.cache[key]
-    end, position = params.subtree_end, params.position_ids
+    end, position, share = params.subtree_end, params.position_ids, params.share
 
     def mask_mod(batch, head, query, key_slot):
-        seen = (key_slot <= query) & (query < end[key_slot])
-        return seen if window is None else seen & (position[query] - position[key_slot] < window)
+        slot = query if share is None else share.slots[query]
+        seen = (key_slot <= slot) & (slot < end[key_slot])
+        return seen if window is None else seen & (position[slot] - position[key_slot] < window)
 
     num_blocks = -(-num_slots // FLEX_BLOCK)
     padding = num_blocks * FLEX_BLOCK - num_slots
     ends = torch.nn.functional.pad(end, (0, padding), value=num_slots).view(num_blocks, FLEX_BLOCK)
     first = torch.arange(num_blocks, device=end.device) * FLEX_BLOCK
     last = (first + FLEX_BLOCK).clamp(max=num_slots) - 1
-    some = (first[None, :] <= last[:, None]) & (ends.amax(1)[None, :] > first[:, None])
-    whole = (last[None, :] <= first[:, None]) & (ends.amin(1)[None, :] > last[:, None])
+    # The slots of a block of queries follow one another: it is a block of the row.
+    query = slice(None) if share is None else share.slots[::FLEX_BLOCK] // FLEX_BLOCK
+    first_query, last_query = first[query, None], last[query, None]
+    some = (first[None, :] <= last_query) & (ends.amax(1)[None, :] > first_query)
+    whole = (last[None, :] <= first_query) & (ends.amin(1)[None, :] > last_query)
     if window is not None:
         whole = torch.zeros_like(whole)
     partial = some & ~whole
@@ -172,7 +194,7 @@ def tree_block_mask(params: TreeParams, num_slots: int, window: int | None):
         *_counts_and_indices(whole),
         BLOCK_SIZE=FLEX_BLOCK,
         mask_mod=mask_mod,
-        seq_lengths=(num_slots, num_slots),
+        seq_lengths=(num_slots if share is None else share.slots.numel(), num_slots),
     )
     return params.cache[key]
 
@@ -192,7 +214,7 @@ def _compiled_flex_attention():
 
 
 def flex_tree_attention(
-    query_THD: torch.Tensor,
+    query_LHD: torch.Tensor,
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
     params: TreeParams,
@@ -201,13 +223,13 @@ def flex_tree_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """Attend on the GPU with FlexAttention. Arguments and result as `dense_tree_attention`."""
-    output_HTD = _compiled_flex_attention()(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (query_THD, key_TGD, value_TGD)),
-        block_mask=tree_block_mask(params, query_THD.shape[0], window),
+    output_HLD = _compiled_flex_attention()(
+        *(x.transpose(0, 1).unsqueeze(0) for x in (query_LHD, key_TGD, value_TGD)),
+        block_mask=tree_block_mask(params, key_TGD.shape[0], window),
         scale=scale,
-        enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+        enable_gqa=query_LHD.shape[1] != key_TGD.shape[1],
     )
-    return output_HTD.squeeze(0).transpose(0, 1)
+    return output_HLD.squeeze(0).transpose(0, 1)
 
 
 class TreeAttention(torch.nn.Module):
@@ -223,26 +245,29 @@ class TreeAttention(torch.nn.Module):
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.window = config.tree_windows[layer_number - 1]
 
-    def forward(self, query_TBHD, key_TBGD, value_TBGD, attention_mask, *, packed_seq_params, **_unused):
+    def forward(self, query_LBHD, key_LBGD, value_LBGD, attention_mask, *, packed_seq_params, **_unused):
         """Attend within one row.
 
         Args:
-            query_TBHD: Shape (T, 1, H, D): one row is one microbatch.
-            key_TBGD: Shape (T, 1, G, D).
-            value_TBGD: Shape (T, 1, G, D).
+            query_LBHD: Shape (L, 1, H, D): one row is one microbatch.
+            key_LBGD: Shape (L, 1, G, D).
+            value_LBGD: Shape (L, 1, G, D).
             attention_mask: Unused; Megatron-Core passes it to every core attention.
             packed_seq_params: The row, a `TreeParams`.
 
         Returns:
-            Shape (T, 1, H * D).
+            Shape (L, 1, H * D).
         """
-        attend = flex_tree_attention if query_TBHD.is_cuda else host_tree_attention
-        output_THD = attend(
-            query_TBHD.squeeze(1),
-            key_TBGD.squeeze(1),
-            value_TBGD.squeeze(1),
+        key_TGD, value_TGD = key_LBGD.squeeze(1), value_LBGD.squeeze(1)
+        if packed_seq_params.share is not None:
+            key_TGD, value_TGD = gather_keys_and_values(key_TGD, value_TGD, packed_seq_params.share)
+        attend = flex_tree_attention if query_LBHD.is_cuda else host_tree_attention
+        output_LHD = attend(
+            query_LBHD.squeeze(1),
+            key_TGD,
+            value_TGD,
             packed_seq_params,
             scale=self.scale,
             window=self.window,
         )
-        return output_THD.flatten(1).unsqueeze(1)
+        return output_LHD.flatten(1).unsqueeze(1)

@@ -8,18 +8,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from hf_megapack.batch import PackedBatch, PackedRow, StepResult
-from hf_megapack.errors import ExportError
+from hf_megapack.errors import BackendError, ExportError
 from hf_megapack.megatron.families import family_of
-from hf_megapack.megatron.host import host_device
-from hf_megapack.megatron.lora import attach_lora, initialize_lora, linear_rules, lora_parameters
-from hf_megapack.megatron.model import build_model
+from hf_megapack.megatron.host import compute_device, host_device
+from hf_megapack.megatron.lora import attach_lora, factor_keys, initialize_lora, linear_rules, lora_parameters
+from hf_megapack.megatron.model import build_model, whole_model_rules
 from hf_megapack.megatron.parallel import initialize_parallel
 from hf_megapack.megatron.shards import gather_full, take_shard
-from hf_megapack.megatron.step import forward_row, reduce_gradients, run_batch, tree_params
+from hf_megapack.megatron.step import forward_row, microbatch, reduce_gradients, run_batch
 from hf_megapack.weights.adapter import resolve_lora
 from hf_megapack.weights.load import checkpoint_folder
 from hf_megapack.weights.names import module_of
@@ -41,7 +42,8 @@ class MegatronBackend:
         hf_config: transformers configuration of the base model.
         base_model_name: What `model` named, None for random weights.
         linear_names: Hugging Face paths of the base model's linear modules, the head included.
-        parameters: PEFT key to this rank's trainable factor, float32, in a stable order.
+        parameters: PEFT key to this rank's part of each trainable factor, float32, in a stable order. A pipeline stage
+            has the factors of its own layers; there may be none.
         layout: Where this rank stands.
 
     Raises:
@@ -54,24 +56,25 @@ class MegatronBackend:
         self.hf_config = model if self.base_model_name is None else AutoConfig.from_pretrained(self.base_model_name)
         family = family_of(self.hf_config)
         family.check(self.hf_config)
-        rules = family.rules(self.hf_config)
+        heads, rules = family.heads(self.hf_config), family.rules(self.hf_config)
         names = [module_of(source) for rule in linear_rules(rules) for source in rule.sources]
         self.linear_names = [*names, "lm_head"]
         specs = resolve_lora(peft_config, self.linear_names, model_type=self.hf_config.model_type)
-        self.layout = initialize_parallel()
+        self.layout = initialize_parallel(args)
+        rules = whole_model_rules(self.hf_config, family, self.layout)
         self.model = build_model(
             self.hf_config,
             family,
+            rules,
             folder=checkpoint_folder(self.base_model_name) if self.base_model_name is not None else None,
             layout=self.layout,
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
             recompute=args.recompute == "full",
+            seed=args.seed,
         )
-        heads, layout = family.heads(self.hf_config), self.layout
-        attach_lora(self.model, rules, specs, heads, layout.tensor_size)
-        initialize_lora(
-            self.model, rules, peft_config.init_lora_weights, args.seed, layout.tensor_rank, layout.tensor_size
-        )
+        attach_lora(self.model, rules, specs, heads, self.layout)
+        initialize_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
+        self._all_keys = frozenset(factor_keys(rules, specs))
         factors = list(lora_parameters(self.model, rules))
         self.parameters = {key: parameter for key, parameter, _ in factors}
         self._split_dims = {key: split_dim for key, _, split_dim in factors}
@@ -88,13 +91,18 @@ class MegatronBackend:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Rank among the processes that hold the same weights."""
+        """Rank among the processes that hold the same weights and run different rows."""
         return self.layout.data_rank
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of processes that hold the same weights."""
+        """Number of processes that hold the same weights and run different rows."""
         return self.layout.data_size
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Number of processes that share each row."""
+        return self.layout.context_size
 
     def run_step(self, batch: PackedBatch) -> StepResult:
         """Compute the loss of an update and its gradient.
@@ -103,7 +111,7 @@ class MegatronBackend:
             batch: The update, the same on every rank.
 
         Returns:
-            The result; every factor's `.grad` then holds the gradient of `loss`, the same on data-parallel ranks.
+            The result; every factor's `.grad` then holds the gradient of `loss`, summed over all ranks.
             Gradients of an earlier step are dropped.
 
         Raises:
@@ -112,7 +120,7 @@ class MegatronBackend:
         for parameter in self.parameters.values():
             parameter.grad = None
         result = run_batch(self.model, batch, self.layout, wants_grad=True)
-        reduce_gradients(self.parameters.values(), self.layout)
+        reduce_gradients(self.parameters, self._split_dims, self.layout)
         return result
 
     def eval_step(self, batch: PackedBatch) -> StepResult:
@@ -120,23 +128,38 @@ class MegatronBackend:
         return run_batch(self.model, batch, self.layout, wants_grad=False)
 
     def logits(self, row: PackedRow) -> torch.Tensor:
-        """Return the logits of every slot of a row, to look at or compare.
+        """Return the logits of every slot of a row, to look at or compare. A collective of the tensor-parallel ranks.
 
         Args:
             row: Any row.
 
         Returns:
             The model's dtype, shape (num_slots, vocab_size).
+
+        Raises:
+            BackendError: If this rank does not see every layer of every slot.
         """
+        layout = self.layout
+        if layout.pipeline_size * layout.context_size > 1:
+            raise BackendError("logits needs pipeline_parallel_size=1 and context_parallel_size=1.")
         self.model.eval()
-        params = tree_params(row, num_loss_tokens=1, is_dummy=False, wants_logits=True)
         with host_device(), torch.no_grad():
-            return forward_row(self.model, row, params)
+            inputs = microbatch(row, layout, num_loss_tokens=1, is_dummy=False, wants_logits=True)
+            local = forward_row(self.model[0], *inputs)
+            parts = [torch.empty_like(local) for _ in range(layout.tensor_size)]
+            dist.all_gather(parts, local.contiguous(), group=layout.tensor_group)
+        return torch.cat(parts, dim=1)
 
     def grad_norm(self) -> float:
-        """Return the 2-norm of the gradient over all factors of all ranks."""
-        squares = [p.grad.double().square().sum() for p in self.parameters.values() if p.grad is not None]
-        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+        """Return the 2-norm of the gradient over all factors of all ranks, the same number on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=compute_device())
+        for key, parameter in self.parameters.items():
+            # Every tensor-parallel rank holds the whole of a replicated factor; one of them counts it.
+            if parameter.grad is not None and (self._split_dims[key] is not None or self.layout.tensor_rank == 0):
+                total += parameter.grad.double().square().sum()
+        if self.layout.model_group.size() > 1:
+            dist.all_reduce(total, group=self.layout.model_group)
+        return float(total.sqrt())
 
     def scale_grads(self, factor: float) -> None:
         """Multiply every gradient by a factor."""
@@ -164,7 +187,7 @@ class MegatronBackend:
         Raises:
             ExportError: If keys or shapes differ from the adapter's; nothing is changed then.
         """
-        missing, extra = sorted(set(self.parameters) - set(state)), sorted(set(state) - set(self.parameters))
+        missing, extra = sorted(set(self._all_keys) - set(state)), sorted(set(state) - set(self._all_keys))
         if missing or extra:
             raise ExportError(
                 f"The adapter does not fit the one being trained: {len(missing)} factors are missing "
@@ -211,8 +234,10 @@ class MegatronBackend:
         per_factor: dict[str, dict[str, torch.Tensor]] = {}
         for full_key, value in state.items():
             name, _, key = full_key.partition("/")
-            if key not in self.parameters:
+            if key not in self._all_keys:
                 raise ExportError(f"The optimizer state {full_key} belongs to no factor of the adapter being trained.")
+            if key not in self.parameters:
+                continue
             shard = take_shard(value, self._split_dims[key] if value.dim() else None, self.layout)
             parameter = self.parameters[key]
             if value.dim() and shard.shape != parameter.shape:

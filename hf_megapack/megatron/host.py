@@ -47,7 +47,8 @@ def host_device() -> Iterator[None]:
 
     Source:
         The calls replaced are `torch.cuda.current_device` (`megatron.core.tensor_parallel.layers`), `device="cuda"`
-        (`megatron.core.pipeline_parallel.schedules`) and `_get_cuda_rng_state` / `_set_cuda_rng_state`
+        (`megatron.core.pipeline_parallel.schedules`), `torch.cuda.synchronize`
+        (`megatron.core.pipeline_parallel.p2p_communication`) and `_get_cuda_rng_state` / `_set_cuda_rng_state`
         (`megatron.core.tensor_parallel.random`, used by recompute); 0.16.1 and 0.19.2. They can go when
         Megatron-Core takes its device from the tensors it is given.
     """
@@ -58,6 +59,7 @@ def host_device() -> Iterator[None]:
 
     stand_ins = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", lambda: None),
         (mcore_random, "_get_cuda_rng_state", _get_rng_state),
         (mcore_random, "_set_cuda_rng_state", _set_rng_state),
     ]

@@ -6,6 +6,8 @@ adapter loads and exports without loss. Factors are float32 parameters; the base
 Shapes: T slots, B rows, R rank.
 """
 
+import functools
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +15,9 @@ import torch
 from torch.nn.functional import linear
 
 from hf_megapack.errors import BackendError, ConfigError
+from hf_megapack.megatron.chunks import ModelChunks
+from hf_megapack.megatron.parallel import ParallelLayout
+from hf_megapack.megatron.regions import enter_tensor_parallel, leave_tensor_parallel
 from hf_megapack.weights.adapter import LoraSpec, initial_lora_weights
 from hf_megapack.weights.names import HeadLayout, WeightRule, module_of
 
@@ -41,14 +46,30 @@ class LoraLinear(torch.nn.Module):
         base: `ColumnParallelLinear` or `RowParallelLinear`, frozen.
         projections: What the linear fuses, in order.
         in_features: Local input size.
-        num_groups: Query groups between which q, k and v are interleaved; 1 when they follow one another.
+        num_groups: Local query groups between which q, k and v are interleaved; 1 when they follow one another.
+        is_row_parallel: Whether tensor parallelism splits the input rather than the output.
+        layout: Where this rank stands.
     """
 
-    def __init__(self, base: torch.nn.Module, projections: list[Projection], in_features: int, num_groups: int):
+    def __init__(
+        self,
+        base: torch.nn.Module,
+        projections: list[Projection],
+        *,
+        in_features: int,
+        num_groups: int,
+        is_row_parallel: bool,
+        layout: ParallelLayout,
+    ):
         super().__init__()
         self.base = base
         self.projections = projections
         self.num_groups = num_groups
+        self._cross_ranks = None
+        if layout.tensor_size > 1:
+            # What crosses ranks is only as wide as the adapter's rank.
+            cross = leave_tensor_parallel if is_row_parallel else enter_tensor_parallel
+            self._cross_ranks = functools.partial(cross, sequence_parallel=layout.sequence_parallel)
         self.lora_a = torch.nn.ParameterDict()
         self.lora_b = torch.nn.ParameterDict()
         for projection in self.adapted:
@@ -76,14 +97,17 @@ class LoraLinear(torch.nn.Module):
         dtype, adapted = input_TBD.dtype, self.adapted
         # One product for every projection's A: they read the same input.
         stacked = torch.cat([self.lora_a[_leaf(p.name)] for p in adapted]).to(dtype)
-        inner = linear(input_TBD, stacked).split([p.spec.rank for p in adapted], dim=-1)
+        inner_TBR = linear(input_TBD, stacked)
+        if self._cross_ranks is not None:
+            inner_TBR = self._cross_ranks(inner_TBR)
+        inner = inner_TBR.split([p.spec.rank for p in adapted], dim=-1)
         updates = {
             p.name: linear(hidden * p.spec.scaling, self.lora_b[_leaf(p.name)].to(dtype))
             for p, hidden in zip(adapted, inner, strict=True)
         }
         if len(self.projections) == 1:
             return updates[self.projections[0].name]
-        shape = input_TBD.shape[:-1]
+        shape = inner_TBR.shape[:-1]
         parts = [
             updates[p.name] if p.name in updates else input_TBD.new_zeros(*shape, p.out_features)
             for p in self.projections
@@ -101,20 +125,30 @@ def linear_rules(rules: list[WeightRule]) -> list[WeightRule]:
     return [rule for rule in rules if rule.role == "linear" and rule.parameter.endswith(".weight")]
 
 
+def factor_keys(rules: list[WeightRule], specs: Mapping[str, LoraSpec]) -> list[str]:
+    """Return the PEFT keys of the whole adapter, in the order of the model, whichever rank holds them."""
+    names = [module_of(source) for rule in linear_rules(rules) for source in rule.sources]
+    return [f"{PEFT_PREFIX}{name}.lora_{factor}.weight" for name in names if name in specs for factor in "AB"]
+
+
 def attach_lora(
-    model: torch.nn.Module, rules: list[WeightRule], specs: Mapping[str, LoraSpec], heads: HeadLayout, tensor_size: int
+    model: ModelChunks,
+    rules: list[WeightRule],
+    specs: Mapping[str, LoraSpec],
+    heads: HeadLayout,
+    layout: ParallelLayout,
 ) -> None:
-    """Wrap every linear of a model that has an adapter.
+    """Wrap every linear of this rank that has an adapter.
 
     Args:
-        model: A GPTModel whose layers have the names that `rules` use.
-        rules: Every rule of the model.
+        model: This rank's part of the model.
+        rules: Every rule of the whole model.
         specs: Adapter of each adapted Hugging Face module.
         heads: Attention sizes of the whole model.
-        tensor_size: Tensor-parallel ranks.
+        layout: Where this rank stands.
 
     Raises:
-        ConfigError: If an adapted module has no linear in this model.
+        ConfigError: If an adapted module has no linear in the model.
         BackendError: If a linear's shape is not what its projections add up to.
     """
     left = set(specs)
@@ -124,18 +158,26 @@ def attach_lora(
             continue
         left.difference_update(names)
         path = module_of(rule.parameter)
-        base = model.get_submodule(path)
+        base = model.module(path)
+        if base is None:
+            continue
         out_features, in_features = base.weight.shape
-        sizes = _projection_sizes(rule, heads, out_features, tensor_size)
+        sizes = _projection_sizes(rule, heads, out_features, layout.tensor_size)
         if sum(sizes) != out_features:
             raise BackendError(f"{path} has {out_features} rows; its projections {names} have {sizes}.")
         projections = [
             Projection(name=name, out_features=size, spec=specs.get(name))
             for name, size in zip(names, sizes, strict=True)
         ]
-        num_groups = heads.num_groups // tensor_size if rule.fusion == "grouped_qkv" else 1
-        parent = model.get_submodule(module_of(path))
-        setattr(parent, _leaf(path), LoraLinear(base, projections, in_features, num_groups))
+        wrapped = LoraLinear(
+            base,
+            projections,
+            in_features=in_features,
+            num_groups=heads.num_groups // layout.tensor_size if rule.fusion == "grouped_qkv" else 1,
+            is_row_parallel=rule.shard_dim == 1,
+            layout=layout,
+        )
+        model.replace(path, wrapped)
     if left:
         raise ConfigError(f"LoRA targets {sorted(left)} are not linear layers that can be adapted.")
 
@@ -147,51 +189,57 @@ def _projection_sizes(rule: WeightRule, heads: HeadLayout, out_features: int, te
     return [out_features // len(rule.sources)] * len(rule.sources)
 
 
+def _adapted_projections(
+    model: ModelChunks, rules: list[WeightRule]
+) -> Iterator[tuple[WeightRule, LoraLinear, Projection]]:
+    for rule in linear_rules(rules):
+        module = model.module(module_of(rule.parameter))
+        if isinstance(module, LoraLinear):
+            for projection in module.adapted:
+                yield rule, module, projection
+
+
 def lora_parameters(
-    model: torch.nn.Module, rules: list[WeightRule]
+    model: ModelChunks, rules: list[WeightRule]
 ) -> Iterator[tuple[str, torch.nn.Parameter, int | None]]:
-    """Yield every factor under its PEFT key, with the dimension that tensor parallelism splits.
+    """Yield every factor that this rank holds under its PEFT key, with the dimension that tensor parallelism splits.
 
     A column-parallel linear splits B along its output; a row-parallel one splits A along its input.
+
+    Args:
+        model: A model that `attach_lora` has been through.
+        rules: Every rule of the whole model.
 
     Yields:
         PEFT key, local parameter, and the split dimension or None for a replicated factor.
     """
-    for rule in linear_rules(rules):
-        module = model.get_submodule(module_of(rule.parameter))
-        if not isinstance(module, LoraLinear):
-            continue
+    for rule, module, projection in _adapted_projections(model, rules):
         is_row_parallel = rule.shard_dim == 1
-        for projection in module.adapted:
-            leaf, key = _leaf(projection.name), PEFT_PREFIX + projection.name
-            yield f"{key}.lora_A.weight", module.lora_a[leaf], 1 if is_row_parallel else None
-            yield f"{key}.lora_B.weight", module.lora_b[leaf], None if is_row_parallel else 0
+        leaf, key = _leaf(projection.name), PEFT_PREFIX + projection.name
+        yield f"{key}.lora_A.weight", module.lora_a[leaf], 1 if is_row_parallel else None
+        yield f"{key}.lora_B.weight", module.lora_b[leaf], None if is_row_parallel else 0
 
 
 def initialize_lora(
-    model: torch.nn.Module, rules: list[WeightRule], init: bool | str, seed: int, tensor_rank: int, tensor_size: int
+    model: ModelChunks, rules: list[WeightRule], init: bool | str, seed: int, layout: ParallelLayout
 ) -> None:
-    """Draw the initial factors as PEFT does, the same full tensors in every layout.
+    """Draw the initial factors from peft's distributions, the same full tensors in every layout.
 
     Args:
         model: A model that `attach_lora` has been through.
-        rules: Every rule of the model.
+        rules: Every rule of the whole model.
         init: `LoraConfig.init_lora_weights`.
-        seed: Seed of the draws.
-        tensor_rank: This rank among the tensor-parallel ranks.
-        tensor_size: Number of tensor-parallel ranks.
+        seed: Seed of the draws; each module has a stream of its own.
+        layout: Where this rank stands.
     """
-    generator = torch.Generator().manual_seed(seed)
-    for rule in linear_rules(rules):
-        module = model.get_submodule(module_of(rule.parameter))
-        if not isinstance(module, LoraLinear):
-            continue
+    size, rank = layout.tensor_size, layout.tensor_rank
+    for rule, module, projection in _adapted_projections(model, rules):
         is_row_parallel = rule.shard_dim == 1
-        for projection in module.adapted:
-            lora_a, lora_b = module.lora_a[_leaf(projection.name)], module.lora_b[_leaf(projection.name)]
-            in_features = lora_a.shape[1] * (tensor_size if is_row_parallel else 1)
-            out_features = lora_b.shape[0] * (1 if is_row_parallel else tensor_size)
-            full_a, full_b = initial_lora_weights(projection.spec, in_features, out_features, init, generator)
-            with torch.no_grad():
-                lora_a.copy_(full_a.chunk(tensor_size, dim=1)[tensor_rank] if is_row_parallel else full_a)
-                lora_b.copy_(full_b if is_row_parallel else full_b.chunk(tensor_size, dim=0)[tensor_rank])
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{projection.name}".encode()))
+        lora_a, lora_b = module.lora_a[_leaf(projection.name)], module.lora_b[_leaf(projection.name)]
+        in_features = lora_a.shape[1] * (size if is_row_parallel else 1)
+        out_features = lora_b.shape[0] * (1 if is_row_parallel else size)
+        full_a, full_b = initial_lora_weights(projection.spec, in_features, out_features, init, generator)
+        with torch.no_grad():
+            lora_a.copy_(full_a.chunk(size, dim=1)[rank] if is_row_parallel else full_a)
+            lora_b.copy_(full_b if is_row_parallel else full_b.chunk(size, dim=0)[rank])

@@ -1,4 +1,4 @@
-"""Build the Megatron-Core model of a Hugging Face configuration, with tree attention, our rotary angles and our loss.
+"""Build this rank's part of a Hugging Face model on Megatron-Core, with tree attention, our rotary angles and our loss.
 
 Megatron-Core's GPTModel is used as it is, through its layer spec and two overridden methods: what goes into the first
 layer (`_preprocess`) and what is made of the last hidden state (`_postprocess`). Both exist under the same names in
@@ -6,31 +6,46 @@ layer (`_preprocess`) and what is made of the last hidden state (`_postprocess`)
 """
 
 import contextlib
+import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.attention import TreeAttention, TreeParams
+from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.families import DenseFamily
 from hf_megapack.megatron.host import compute_device, has_gpu, host_device
 from hf_megapack.megatron.loss import LossTerms, frozen_head_loss
+from hf_megapack.megatron.parallel import ParallelLayout
+from hf_megapack.megatron.regions import enter_tensor_parallel
 from hf_megapack.megatron.rotary import rotary_angles, rotary_frequencies
-from hf_megapack.weights.load import load_parameters
-from hf_megapack.weights.names import module_of
+from hf_megapack.weights.load import draw_parameters, load_parameters
+from hf_megapack.weights.names import WeightRule, module_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hf_megapack.megatron.parallel import ParallelLayout
+
+class FrozenRMSNorm(torch.nn.RMSNorm):
+    """torch's RMS norm with Megatron-Core's constructor.
+
+    With sequence parallelism each rank normalises its own slots, which is exact; only a trainable weight would need its
+    gradient summed, so Megatron-Core's own wrapper refuses.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
+        super().__init__(hidden_size, eps=eps)
 
 
 class TreeGPTModel(GPTModel):
@@ -45,46 +60,54 @@ class TreeGPTModel(GPTModel):
         if self.config.recompute_granularity is not None and hidden_states is not None and torch.is_grad_enabled():
             # A recomputed layer passes gradients only if its input asks for one; the frozen embedding does not.
             hidden_states = hidden_states.detach().requires_grad_()
-        return hidden_states, rotary_angles(packed_seq_params.position_ids, self.rotary_frequencies), *rest
+        return hidden_states, rotary_angles(packed_seq_params.local_positions, self.rotary_frequencies), *rest
 
     def _postprocess(self, hidden_states, *, packed_seq_params: TreeParams, **_unused) -> torch.Tensor | LossTerms:
         if not self.post_process:
             return hidden_states
+        params, config = packed_seq_params, self.config
         head = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
+        is_split = config.tensor_model_parallel_size > 1
+        if config.sequence_parallel:
+            hidden_states = enter_tensor_parallel(hidden_states, sequence_parallel=True)
         hidden_TD = hidden_states.squeeze(1)
-        if packed_seq_params.wants_logits:
+        if params.wants_logits:
             return hidden_TD @ head.T
+        hidden_ND = hidden_TD.index_select(0, params.loss_slots)
+        if is_split and not config.sequence_parallel:
+            hidden_ND = enter_tensor_parallel(hidden_ND, sequence_parallel=False)
         return frozen_head_loss(
-            hidden_TD.index_select(0, packed_seq_params.loss_slots),
+            hidden_ND,
             head,
-            packed_seq_params.loss_labels,
-            packed_seq_params.loss_counts,
-            packed_seq_params.loss_scale,
+            params.loss_labels,
+            params.loss_counts,
+            params.loss_scale,
+            group=self.tp_group if is_split else None,
         )
 
 
 def transformer_config(
-    config: PretrainedConfig, family: DenseFamily, *, dtype: torch.dtype, recompute: bool, initialize: bool
+    config: PretrainedConfig, family: DenseFamily, layout: ParallelLayout, *, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """Map a Hugging Face configuration to Megatron-Core's.
 
     Args:
         config: transformers configuration.
         family: Its family.
+        layout: Where this rank stands.
         dtype: Of the frozen weights and the activations.
         recompute: Whether every layer's activations are computed again in the backward pass.
-        initialize: Whether weights are drawn at random rather than loaded.
 
     Returns:
         The configuration, with each layer's sliding window in `tree_windows`.
     """
     heads = family.heads(config)
     _, rotary_factor = rotary_frequencies(config, heads.head_dim)
-    init_method = _normal(config.initializer_range)
+    is_interleaved = layout.num_chunks > 1
     result = TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -106,9 +129,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not has_gpu(),
-        perform_initialization=initialize,
-        init_method=init_method,
-        output_layer_init_method=init_method,
+        perform_initialization=False,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -117,74 +138,138 @@ def transformer_config(
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
+        # Context parallelism stays out of Megatron-Core: TreeAttention gathers keys and values itself.
+        tensor_model_parallel_size=layout.tensor_size,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_size=layout.pipeline_size,
+        virtual_pipeline_model_parallel_size=layout.num_chunks if is_interleaved else None,
+        variable_seq_lengths=layout.pipeline_size > 1,
+        # Asked for together with variable lengths even where there are no experts.
+        moe_token_dispatcher_type="alltoall",
+        # Batched, an interleaved pipeline would pair the shape of one microbatch with the tensor of another.
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
     )
     result.tree_windows = family.windows(config)
     return result
 
 
-def _normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def initialize(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.nn.init.normal_(tensor, mean=0.0, std=std)
+def check_sizes(config: PretrainedConfig, family: DenseFamily, layout: ParallelLayout) -> None:
+    """Refuse a model that does not divide over the ranks.
 
-    return initialize
+    Raises:
+        ConfigError: Naming the number.
+    """
+    heads, split = family.heads(config), layout.tensor_size
+    for name, size in (
+        ("num_attention_heads", heads.num_heads),
+        ("num_key_value_heads", heads.num_groups),
+        ("intermediate_size", config.intermediate_size),
+        ("vocab_size", config.vocab_size),
+    ):
+        if size % split:
+            raise ConfigError(f"The model's {name} {size} is not a multiple of tensor_parallel_size={split}.")
+    stages = layout.pipeline_size * layout.num_chunks
+    if config.num_hidden_layers % stages:
+        raise ConfigError(
+            f"The model's num_hidden_layers {config.num_hidden_layers} is not a multiple of {stages}, the product of "
+            f"pipeline_parallel_size={layout.pipeline_size} and virtual_pipeline_parallel_size={layout.num_chunks}."
+        )
 
 
-def build_model(
+def _layer_spec(family: DenseFamily) -> ModuleSpec:
+    """Return Megatron-Core's own layer with our attention and norms."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = FrozenRMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = TreeAttention
+    if family.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = FrozenRMSNorm
+    return spec
+
+
+def whole_model_rules(config: PretrainedConfig, family: DenseFamily, layout: ParallelLayout) -> list[WeightRule]:
+    """Return the family's rules; in a pipeline the last stage has a copy of its own of a tied head."""
+    rules = family.rules(config)
+    if config.tie_word_embeddings and layout.pipeline_size > 1:
+        embedding = next(rule for rule in rules if rule.role == "embedding")
+        rules.append(dataclasses.replace(embedding, parameter="output_layer.weight", role="head"))
+    return rules
+
+
+def build_model(  # noqa: PLR0913 (which model, which part of it, and how)
     config: PretrainedConfig,
     family: DenseFamily,
+    rules: list[WeightRule],
     *,
     folder: "Path | None",
-    layout: "ParallelLayout",
+    layout: ParallelLayout,
     dtype: torch.dtype,
     recompute: bool,
-) -> TreeGPTModel:
-    """Build this rank's model, frozen, with its weights loaded.
+    seed: int,
+) -> ModelChunks:
+    """Build this rank's part of the model, frozen, with its weights loaded.
 
     Args:
         config: transformers configuration that `family.check` has passed.
         family: Its family.
+        rules: What `whole_model_rules` returned.
         folder: Folder with safetensors, None for random weights.
         layout: Where this rank stands.
         dtype: Of the frozen weights and the activations.
         recompute: Whether activations are computed again in the backward pass.
+        seed: Of random weights.
 
     Returns:
-        The model on this rank's device, every parameter frozen.
+        The chunks on this rank's device, every parameter frozen.
 
     Raises:
-        ConfigError: If the vocabulary does not divide, or the checkpoint holds other weights than the model.
+        ConfigError: If the sizes do not divide, or the checkpoint holds other weights than the model.
         BackendError: If the checkpoint does not fit the configuration.
     """
-    if config.vocab_size % layout.tensor_size:
-        raise ConfigError(f"vocab_size {config.vocab_size} is not a multiple of {layout.tensor_size} tensor ranks.")
-    spec = get_gpt_layer_local_spec(qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = TreeAttention
-    frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
+    check_sizes(config, family, layout)
     with host_device(), _without_notices():
-        model = TreeGPTModel(
-            config=transformer_config(config, family, dtype=dtype, recompute=recompute, initialize=folder is None),
-            transformer_layer_spec=spec,
-            vocab_size=config.vocab_size,
-            max_sequence_length=config.max_position_embeddings,
-            share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
-            rotary_frequencies=frequencies,
-        )
-    rules = family.rules(config)
+        mcore_config = transformer_config(config, family, layout, dtype=dtype, recompute=recompute)
+        model = ModelChunks([_build_chunk(config, family, mcore_config, layout, k) for k in range(layout.num_chunks)])
     _add_biases(model, {rule.parameter for rule in rules}, dtype)
     model.to(device=compute_device(), dtype=dtype)
-    model.rotary_frequencies = frequencies.to(compute_device())
+    frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
+    for chunk in model:
+        chunk.rotary_frequencies = frequencies.to(compute_device())
     model.requires_grad_(False)
-    if folder is not None:
-        load_parameters(
-            folder,
-            rules,
-            dict(model.named_parameters()),
-            family.heads(config),
-            ignored=("lm_head.weight",) if config.tie_word_embeddings else (),
-            part=layout.tensor_rank,
-            num_parts=layout.tensor_size,
-        )
+    parameters, heads = model.whole_model_parameters(), family.heads(config)
+    shard = {"part": layout.tensor_rank, "num_parts": layout.tensor_size}
+    if folder is None:
+        draw_parameters(rules, parameters, heads, std=config.initializer_range, seed=seed, **shard)
+    else:
+        ignored = ("lm_head.weight",) if config.tie_word_embeddings else ()
+        load_parameters(folder, rules, parameters, heads, ignored=ignored, **shard)
     return model
+
+
+def _build_chunk(
+    config: PretrainedConfig,
+    family: DenseFamily,
+    mcore_config: TransformerConfig,
+    layout: ParallelLayout,
+    chunk: int,
+) -> TreeGPTModel:
+    num_layers = config.num_hidden_layers // (layout.pipeline_size * layout.num_chunks)
+    frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
+    is_tied_here = bool(config.tie_word_embeddings) and layout.pipeline_size == 1
+    return TreeGPTModel(
+        config=mcore_config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[_layer_spec(family) for _ in range(num_layers)], layer_norm=FrozenRMSNorm
+        ),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=layout.pipeline_rank == 0 and chunk == 0,
+        post_process=layout.pipeline_rank == layout.pipeline_size - 1 and chunk == layout.num_chunks - 1,
+        share_embeddings_and_output_weights=is_tied_here,
+        rotary_frequencies=frequencies,
+        vp_stage=chunk if layout.num_chunks > 1 else None,
+    )
 
 
 @contextlib.contextmanager
@@ -203,13 +288,13 @@ def _without_notices() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _add_biases(model: torch.nn.Module, names: set[str], dtype: torch.dtype) -> None:
-    """Give a linear the bias that its family has.
+def _add_biases(model: ModelChunks, names: set[str], dtype: torch.dtype) -> None:
+    """Give each linear of this rank the bias that its family has.
 
     Megatron-Core has one switch for the biases of o_proj and the MLP together; Hugging Face models set them apart.
     """
     for name in names:
-        if not name.endswith(".bias"):
-            continue
-        linear = model.get_submodule(module_of(name))
-        linear.bias = torch.nn.Parameter(torch.zeros(linear.weight.shape[0], dtype=dtype, device=linear.weight.device))
+        linear = model.module(module_of(name)) if name.endswith(".bias") else None
+        if linear is not None:
+            zeros = torch.zeros(linear.weight.shape[0], dtype=dtype, device=linear.weight.device)
+            linear.bias = torch.nn.Parameter(zeros)

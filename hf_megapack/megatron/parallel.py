@@ -1,20 +1,25 @@
 """The process groups that Megatron-Core runs in, from the launcher's processes and the sizes in MegaPackConfig.
 
-One process without a launcher gets a world of its own that opens no port. Sizes other than data parallelism are
-refused until the layers that they need are there.
+One process without a launcher gets a world of its own that opens no port. Whatever is left of the world after tensor,
+context and pipeline parallelism is data parallelism.
 """
 
 import atexit
 import logging
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.host import has_gpu, host_device
+
+if TYPE_CHECKING:
+    from hf_megapack.config import MegaPackConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,18 +31,38 @@ class ParallelLayout:
         world_size: Number of processes.
         tensor_rank: Rank among the processes that share each layer's weights.
         tensor_size: Number of processes that share each layer's weights.
-        data_rank: Rank among the processes that hold the same weights.
-        data_size: Number of processes that hold the same weights.
-        data_group: The group of those processes.
+        tensor_group: The group of those processes.
+        sequence_parallel: Whether they also share the activations between the layers' matrix products.
+        pipeline_rank: Rank among the processes that share the layers.
+        pipeline_size: Number of processes that share the layers.
+        pipeline_group: The group of those processes.
+        num_chunks: Pieces of the model that each of them holds, more than 1 for an interleaved pipeline.
+        context_rank: Rank among the processes that share each row.
+        context_size: Number of processes that share each row.
+        context_group: The group of those processes.
+        data_rank: Rank among the processes that hold the same weights and run different rows.
+        data_size: Number of processes that hold the same weights and run different rows.
+        replica_group: All processes that hold the same weights: over them gradients and losses are summed.
+        model_group: The processes that together hold one whole model: tensor times pipeline.
     """
 
     rank: int
     world_size: int
     tensor_rank: int
     tensor_size: int
+    tensor_group: dist.ProcessGroup
+    sequence_parallel: bool
+    pipeline_rank: int
+    pipeline_size: int
+    pipeline_group: dist.ProcessGroup
+    num_chunks: int
+    context_rank: int
+    context_size: int
+    context_group: dist.ProcessGroup
     data_rank: int
     data_size: int
-    data_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
 
 
 def join_world() -> None:
@@ -67,30 +92,70 @@ def _leave_world() -> None:
         dist.destroy_process_group()
 
 
-def initialize_parallel() -> ParallelLayout:
-    """Create (or reuse) Megatron-Core's process groups for this process's world.
+def initialize_parallel(args: "MegaPackConfig") -> ParallelLayout:
+    """Create Megatron-Core's process groups for this process's world, or reuse those of the same sizes.
+
+    Args:
+        args: The parallel sizes.
 
     Returns:
-        The layout. Calling again in the same world returns the same groups, so several trainers can follow each other
-        in one process.
+        The layout. Calling again with the same sizes returns the same groups, so several trainers can follow each other
+        in one process; with other sizes the groups are made anew.
 
     Raises:
-        ConfigError: See `join_world`.
+        ConfigError: If the number of processes is not a multiple of the product of the sizes; see also `join_world`.
     """
     join_world()
+    tensor, pipeline, context = args.tensor_parallel_size, args.pipeline_parallel_size, args.context_parallel_size
+    num_chunks, world_size = args.virtual_pipeline_parallel_size, dist.get_world_size()
+    if world_size % (tensor * pipeline * context):
+        raise ConfigError(
+            f"tensor_parallel_size={tensor} x pipeline_parallel_size={pipeline} x context_parallel_size={context} "
+            f"needs a multiple of {tensor * pipeline * context} processes; there are {world_size}. Launch as many, or "
+            "lower a size."
+        )
+    wanted = (tensor, pipeline, num_chunks if num_chunks > 1 else None, context)
     with host_device():
+        if parallel_state.model_parallel_is_initialized() and _current_sizes() != wanted:
+            parallel_state.destroy_model_parallel()
         if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel()
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=tensor,
+                pipeline_model_parallel_size=pipeline,
+                virtual_pipeline_model_parallel_size=wanted[2],
+                context_parallel_size=context,
+                create_gloo_process_groups=False,
+            )
         if has_gpu():
-            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+        else:
+            # Megatron-Core forks this state wherever dropout could be; there is none, so any state will do.
+            get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
     return ParallelLayout(
         rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
+        world_size=world_size,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_size=tensor,
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        sequence_parallel=args.sequence_parallel,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=pipeline,
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        num_chunks=num_chunks,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=context,
+        context_group=parallel_state.get_context_parallel_group(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
-        data_group=parallel_state.get_data_parallel_group(),
+        replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        model_group=parallel_state.get_model_parallel_group(),
+    )
+
+
+def _current_sizes() -> tuple[int, int, int | None, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
     )

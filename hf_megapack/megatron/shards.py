@@ -32,7 +32,7 @@ def merge_shards(contributions: Iterable[Mapping[str, Shard]], tensor_size: int)
     """Put the shards of all ranks together.
 
     Args:
-        contributions: What each rank with data-parallel rank 0 holds.
+        contributions: What each rank with data- and context-parallel rank 0 holds.
         tensor_size: Number of tensor-parallel ranks.
 
     Returns:
@@ -79,7 +79,7 @@ def gather_full(
     mine = {
         key: Shard(tensor=tensor.detach().to("cpu", copy=True), split_dim=split_dim, tensor_rank=layout.tensor_rank)
         for key, (tensor, split_dim) in local.items()
-        if layout.data_rank == 0
+        if layout.data_rank == 0 and layout.context_rank == 0
     }
     everyone = [mine]
     if layout.world_size > 1:

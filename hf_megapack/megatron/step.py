@@ -1,10 +1,10 @@
 """Run the forward and backward passes of one optimizer update through Megatron-Core's schedule.
 
 Rows are microbatches. The update's number of loss-bearing tokens is known beforehand, so every row's loss is divided by
-it at once and gradients are plain sums: over rows here, over data-parallel ranks afterwards.
+it at once and gradients are plain sums: over rows here, over the ranks that hold the same weights afterwards.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -14,88 +14,105 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from hf_megapack.batch import IGNORE_LABEL, PackedBatch, PackedRow, StepResult
 from hf_megapack.errors import DataError
 from hf_megapack.megatron.attention import TreeParams
+from hf_megapack.megatron.chunks import ModelChunks
+from hf_megapack.megatron.context import share_row
 from hf_megapack.megatron.host import compute_device, host_device
 from hf_megapack.megatron.loss import LossTerms
 from hf_megapack.megatron.model import TreeGPTModel
 from hf_megapack.megatron.parallel import ParallelLayout
 
 
-def tree_params(row: PackedRow, *, num_loss_tokens: int, is_dummy: bool, wants_logits: bool = False) -> TreeParams:
-    """Move a row's description to the device.
+def _on_device(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64)).to(compute_device(), non_blocking=True)
+
+
+def microbatch(
+    row: PackedRow, layout: ParallelLayout, *, num_loss_tokens: int, is_dummy: bool, wants_logits: bool = False
+) -> tuple[torch.Tensor, TreeParams]:
+    """Move a row to the device.
 
     Args:
         row: The row.
+        layout: Where this rank stands.
         num_loss_tokens: Loss-bearing tokens of the whole update.
         is_dummy: Whether the row counts for nothing.
         wants_logits: Whether logits are asked for instead of the loss.
 
     Returns:
-        The parameters that travel with the microbatch.
+        The tokens of this rank's slots, int64, and the parameters that travel with the microbatch.
+
+    Raises:
+        DataError: If the ranks that share rows, or their slots, cannot share this one.
     """
-    slots = np.flatnonzero((row.labels != IGNORE_LABEL) & (row.loss_weights > 0))
+    slots, share = share_row(row.subtree_end, layout)
+    if layout.sequence_parallel and slots.size % layout.tensor_size:
+        raise DataError(
+            f"A row of {row.input_ids.size} slots cannot be split over {layout.tensor_size} tensor-parallel ranks; "
+            f"pack with packed_multiple {layout.tensor_size * layout.context_size}, which MegaPackTrainer's own "
+            "collator does."
+        )
+    labels, weights = row.labels[slots], row.loss_weights[slots]
+    learned = np.flatnonzero((labels != IGNORE_LABEL) & (weights > 0))
     if is_dummy:
-        slots = slots[:0]
-
-    def on_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(compute_device(), non_blocking=True)
-
+        learned = learned[:0]
     longest = int(row.position_ids.max()) + 1
-    return TreeParams(
+    params = TreeParams(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        position_ids=on_device(row.position_ids),
-        subtree_end=on_device(row.subtree_end),
-        loss_slots=on_device(slots),
-        loss_labels=on_device(row.labels[slots]),
-        loss_counts=on_device(row.loss_weights[slots]),
+        position_ids=_on_device(row.position_ids),
+        subtree_end=_on_device(row.subtree_end),
+        loss_slots=_on_device(learned),
+        loss_labels=_on_device(labels[learned]),
+        loss_counts=_on_device(weights[learned]),
         loss_scale=1.0 / num_loss_tokens,
         wants_logits=wants_logits,
+        share=share,
     )
+    return _on_device(row.input_ids[slots]), params
 
 
-def _microbatches(batch: PackedBatch, data_rank: int) -> Iterator[tuple[PackedRow, TreeParams]]:
+def _microbatches(batch: PackedBatch, layout: ParallelLayout) -> Iterator[tuple[torch.Tensor, TreeParams]]:
     schedule = batch.schedule
-    for index, is_dummy in zip(schedule.row_index[data_rank], schedule.is_dummy[data_rank], strict=True):
+    for index, is_dummy in zip(schedule.row_index[layout.data_rank], schedule.is_dummy[layout.data_rank], strict=True):
         row = batch.rows[index]
-        yield row, tree_params(row, num_loss_tokens=batch.num_loss_tokens, is_dummy=bool(is_dummy))
+        yield microbatch(row, layout, num_loss_tokens=batch.num_loss_tokens, is_dummy=bool(is_dummy))
 
 
-def forward_row(model: TreeGPTModel, row: PackedRow, params: TreeParams) -> LossTerms | torch.Tensor:
-    """Run one row through the model.
+def forward_row(model: TreeGPTModel, input_ids: torch.Tensor, params: TreeParams) -> LossTerms | torch.Tensor:
+    """Run one row through one chunk of the model.
 
     Args:
-        model: The model.
-        row: The row.
-        params: Its description on the device.
+        model: The chunk.
+        input_ids: Tokens of this rank's slots.
+        params: The row's description on the device.
 
     Returns:
-        The row's loss terms, or its logits of shape (num_slots, vocab_size) if `params` asks for them.
+        From the last chunk the row's loss terms, or its logits if `params` asks for them; else its hidden states.
     """
-    input_ids = torch.from_numpy(row.input_ids.astype(np.int64)).to(compute_device(), non_blocking=True)
     return model(
         input_ids=input_ids[None],
-        position_ids=params.position_ids[None],
+        position_ids=params.local_positions[None],
         attention_mask=None,
         packed_seq_params=params,
     )
 
 
 def _forward_step(microbatches: Iterator, model: TreeGPTModel):
-    terms = forward_row(model, *next(microbatches))
+    output = forward_row(model, *next(microbatches))
 
     def divided_loss(terms: LossTerms):
         # The three-tuple makes the schedule sum losses as they are; its token count goes nowhere.
         return terms.loss, torch.zeros((), dtype=torch.int), torch.stack([term.detach() for term in terms])
 
-    return terms, divided_loss
+    return output, divided_loss
 
 
-def run_batch(model: TreeGPTModel, batch: PackedBatch, layout: ParallelLayout, *, wants_grad: bool) -> StepResult:
+def run_batch(model: ModelChunks, batch: PackedBatch, layout: ParallelLayout, *, wants_grad: bool) -> StepResult:
     """Run this rank's rows of an update and reduce its loss over all ranks.
 
     Args:
-        model: The model.
+        model: This rank's part of the model.
         batch: The update, the same on every rank.
         layout: Where this rank stands.
         wants_grad: Whether gradients are accumulated (not yet reduced over ranks).
@@ -112,37 +129,54 @@ def run_batch(model: TreeGPTModel, batch: PackedBatch, layout: ParallelLayout, *
     if batch.num_loss_tokens < 1:
         raise DataError("The update has no loss-bearing token. Supervise at least one token of its examples.")
     model.train(wants_grad)
+    iterators = [_microbatches(batch, layout) for _ in model]
     with host_device(), torch.set_grad_enabled(wants_grad):
         terms = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=_microbatches(batch, layout.data_rank),
-            model=[model],
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=list(model),
             num_microbatches=num_microbatches,
             seq_length=max(len(row.input_ids) for row in batch.rows),
             micro_batch_size=1,
             forward_only=not wants_grad,
         )
-    totals = torch.stack(terms).double().sum(dim=0)
-    if layout.data_size > 1:
-        dist.all_reduce(totals, group=layout.data_group)
+    # Only the last stage of a pipeline has losses.
+    none = torch.zeros(1, 3, device=compute_device())
+    totals = (torch.stack(terms) if terms else none).double().sum(dim=0)
+    for group in (layout.replica_group, layout.pipeline_group):
+        if group.size() > 1:
+            dist.all_reduce(totals, group=group)
     loss, num_correct, entropy = totals.tolist()
     return StepResult(loss=loss, num_loss_tokens=batch.num_loss_tokens, num_correct=round(num_correct), entropy=entropy)
 
 
-def reduce_gradients(parameters: Iterable[torch.nn.Parameter], layout: ParallelLayout) -> None:
-    """Sum gradients over the data-parallel ranks, in one flat buffer.
+def reduce_gradients(
+    parameters: Mapping[str, torch.nn.Parameter], split_dims: Mapping[str, int | None], layout: ParallelLayout
+) -> None:
+    """Sum gradients over the ranks that each computed a part of them.
+
+    With sequence parallelism a factor that every tensor-parallel rank holds has seen that rank's slots only. Every
+    factor has seen only the rows, or parts of rows, of its own data- and context-parallel rank.
 
     Args:
         parameters: The factors of this rank; one without a gradient counts as zero.
+        split_dims: For each the dimension that tensor parallelism splits, None for a replicated factor.
         layout: Where this rank stands.
     """
-    if layout.data_size == 1:
+    if layout.sequence_parallel:
+        _sum_over([p for key, p in parameters.items() if split_dims[key] is None], layout.tensor_group)
+    _sum_over(list(parameters.values()), layout.replica_group)
+
+
+def _sum_over(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum gradients over a group in one flat buffer."""
+    if group.size() == 1 or not parameters:
         return
-    parameters = list(parameters)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
-    dist.all_reduce(flat, group=layout.data_group)
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad.copy_(part.view_as(parameter))
+    gradients = [parameter.grad for parameter in parameters]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

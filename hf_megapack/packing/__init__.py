@@ -6,6 +6,7 @@ often as it occurs; nothing is truncated, dropped or moved to another update. Th
 
 from hf_megapack.packing.alignment import NO_ALIGNMENT, Alignment
 from hf_megapack.packing.bins import PACKING_STRATEGIES, adjust_bin_count, pack_sequences
+from hf_megapack.packing.context import RowSplit, split_row
 from hf_megapack.packing.examples import ExampleSet, gather_examples
 from hf_megapack.packing.grouping import PrefixOrder, order_by_prefix, prefix_families, shuffle_by_prefix
 from hf_megapack.packing.plan import UpdatePlan, plan_update
@@ -24,6 +25,7 @@ __all__ = [
     "PackingReport",
     "PrefixOrder",
     "RankLayout",
+    "RowSplit",
     "UpdatePlan",
     "adjust_bin_count",
     "build_forest",
@@ -38,4 +40,5 @@ __all__ = [
     "schedule_rows",
     "shuffle_by_prefix",
     "slots_cost",
+    "split_row",
 ]

@@ -14,6 +14,9 @@ import numpy as np
 
 from hf_megapack.errors import ConfigError, DataError
 
+# Slots that context parallelism hands out together: the block of the attention kernels.
+CONTEXT_BLOCK = 128
+
 
 def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
@@ -82,7 +85,7 @@ class Alignment:
         if context_parallel_size > 1 and attention == "thd":
             sequence_multiple = packed_multiple = 2 * ranks
         elif context_parallel_size > 1:
-            packed_multiple = math.lcm(128 * context_parallel_size, ranks)
+            packed_multiple = math.lcm(CONTEXT_BLOCK * context_parallel_size, ranks)
         if fp8 is not None:
             fp8_multiple = _fp8_multiple(fp8, tensor_parallel_size, context_parallel_size)
             packed_multiple = math.lcm(packed_multiple, fp8_multiple)

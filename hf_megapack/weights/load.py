@@ -5,6 +5,7 @@ that no rule reads, is an error: either would train a different model than the o
 """
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -203,3 +204,63 @@ def load_parameters(  # noqa: PLR0913 (what is there, what is wanted, and which 
                     f"{tuple(parameter.shape)}. config.json and the weights do not belong together."
                 )
             parameter.copy_(value)
+
+
+class _RandomSource:
+    """Stands in for a `CheckpointReader`: every tensor is drawn whole from a stream of its own, then cut."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], std: float, seed: int, device: torch.device):
+        self._shapes = shapes
+        self._std, self._seed, self._device = std, seed, device
+
+    def read(self, name: str, dim: int | None = None, part: int = 0, num_parts: int = 1) -> torch.Tensor:
+        """Return part `part` of `num_parts` of a random tensor, as `CheckpointReader.read` does of a stored one."""
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed}/{name}".encode()))
+        full = torch.empty(self._shapes[name], device=self._device).normal_(0.0, self._std, generator=generator)
+        return full if dim is None else full.chunk(num_parts, dim)[part]
+
+
+def _source_shapes(
+    rule: WeightRule, local: torch.Size, heads: HeadLayout, num_parts: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of the Hugging Face tensors that make up a parameter of which this is the local shape."""
+    full = [size * num_parts if dim == rule.shard_dim else size for dim, size in enumerate(local)]
+    if rule.fusion == "grouped_qkv":
+        rows = [count * heads.head_dim for count in (heads.num_heads, heads.num_groups, heads.num_groups)]
+    else:
+        rows = [full[0] // len(rule.sources)] * len(rule.sources)
+    return {source: (size, *full[1:]) for source, size in zip(rule.sources, rows, strict=True)}
+
+
+def draw_parameters(  # noqa: PLR0913 (what is wanted, from where, and which part of it)
+    rules: Iterable[WeightRule],
+    parameters: Mapping[str, torch.nn.Parameter],
+    heads: HeadLayout,
+    *,
+    std: float,
+    seed: int,
+    part: int = 0,
+    num_parts: int = 1,
+) -> None:
+    """Fill the parameters that this rank holds at random, with the same whole model in every layout.
+
+    Args:
+        rules: Every rule of the whole model.
+        parameters: The local parameters under the names that the rules use; layers of other ranks are absent.
+        heads: Sizes of the whole model's attention.
+        std: Standard deviation of matrices; norms become one, biases zero.
+        seed: Seed of the draws.
+        part: This rank among the tensor-parallel ranks.
+        num_parts: Number of tensor-parallel ranks.
+    """
+    for rule in rules:
+        parameter = parameters.get(rule.parameter)
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0 if rule.role == "norm" else 0.0)
+            else:
+                shapes = _source_shapes(rule, parameter.shape, heads, num_parts)
+                source = _RandomSource(shapes, std, seed, parameter.device)
+                parameter.copy_(read_parameter(source, rule, heads, part=part, num_parts=num_parts))

@@ -49,7 +49,7 @@ class FakeBackend:
         self.hf_config = None
         self.linear_names = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "lm_head"]
         self.rank = self.data_parallel_rank = 0
-        self.world_size = self.data_parallel_size = 1
+        self.world_size = self.data_parallel_size = self.context_parallel_size = 1
         self.parameters = {
             f"{PREFIX}{name[:-2]}.lora_{name[-1]}.weight": parameter for name, parameter in self.model.factors.items()
         }

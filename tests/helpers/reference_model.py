@@ -57,8 +57,13 @@ CONFIGS = {
 
 def save_random_model(name: str, folder: Path, *, shard_size: str = "5GB", seed: int = 0) -> PretrainedConfig:
     """Save a tiny random model, biases and norms included, and return its configuration."""
+    return save_model(CONFIGS[name](), folder, shard_size=shard_size, seed=seed)
+
+
+def save_model(config: PretrainedConfig, folder: Path, *, shard_size: str = "5GB", seed: int = 0) -> PretrainedConfig:
+    """Save a random model of a configuration, biases and norms included, and return its configuration."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):

@@ -1,7 +1,6 @@
 """Different ways to compute the same update give the same loss and gradients; README.md here lists them."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from peft import LoraConfig
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.megatron.backend import MegatronBackend
 from hf_megapack.packing import Alignment
+from tests.helpers.backend_args import backend_args
 from tests.helpers.reference_model import save_random_model
 
 BOUND = 1e-12
@@ -22,7 +22,7 @@ def backend(tmp_path_factory):
     """A tiny Qwen3 in float64 with a random adapter."""
     folder = tmp_path_factory.mktemp("qwen3")
     save_random_model("qwen3", folder)
-    args = SimpleNamespace(bf16=False, recompute="off", seed=0)
+    args = backend_args()
     config = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", init_lora_weights=False)
     backend = MegatronBackend(str(folder), args, config)
     backend.model.double()

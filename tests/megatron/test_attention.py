@@ -1,5 +1,7 @@
 """Tree attention: the fast paths against the plain twin, and what a slot may see."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,18 @@ from hf_megapack.megatron.attention import (
     tree_block_mask,
     visible,
 )
+from hf_megapack.megatron.context import ContextShare
+from hf_megapack.packing import split_row
+
+
+def shared_with(row: TreeParams, num_ranks: int, rank: int) -> TreeParams:
+    """Return the row as one of several ranks holds it."""
+    slots = split_row(row.subtree_end.numpy(), num_ranks).slots
+    everyone = torch.from_numpy(slots.ravel())
+    share = ContextShare(
+        slots=torch.from_numpy(slots[rank]), slots_by_rank=everyone, place_of_slot=everyone.argsort(), group=None
+    )
+    return dataclasses.replace(row, share=share, cache={})
 
 
 def random_row(num_slots: int, seed: int, longest: int = 40) -> TreeParams:
@@ -79,9 +93,36 @@ def test_block_mask_computes_every_visible_pair_and_skips_the_mask_only_where_al
     num_slots, longest, window
 ):
     row = random_row(num_slots, seed=num_slots + 1, longest=longest)
-    mask = tree_block_mask(row, num_slots, window)
     slots = torch.arange(num_slots)
-    seen = visible(slots, slots, row, window)
+    num_whole = assert_mask_computes(tree_block_mask(row, num_slots, window), visible(slots, slots, row, window))
+    assert (num_whole > 0) == (longest == 600 and window is None)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_block_mask_of_a_shared_row_is_that_of_the_ranks_own_slots(rank, window):
+    row = shared_with(random_row(1024, seed=5, longest=600), 2, rank)
+    seen = visible(row.share.slots, torch.arange(1024), row, window)
+    assert_mask_computes(tree_block_mask(row, 1024, window), seen)
+
+
+@pytest.mark.parametrize("attend", [dense_tree_attention, host_tree_attention])
+@pytest.mark.parametrize("window", [None, 30])
+def test_ranks_that_share_a_row_attend_as_one_does(attend, window):
+    row = random_row(768, seed=3)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(768, heads, 16, generator=generator) for heads in (4, 2, 2))
+    whole = dense_tree_attention(query, key, value, row, scale=0.3, window=window)
+    for rank in range(3):
+        share = shared_with(row, 3, rank)
+        slots = share.share.slots
+        assert torch.equal(share.local_positions, row.position_ids[slots])
+        ours = attend(query[slots], key, value, share, scale=0.3, window=window)
+        torch.testing.assert_close(ours, whole[slots], rtol=1e-5, atol=1e-6)
+
+
+def assert_mask_computes(mask, seen: torch.Tensor) -> int:
+    """Check that a block mask computes exactly the visible pairs; return how many blocks it computes unmasked."""
     size = 128
     computed = torch.zeros_like(seen)
     num_whole = 0
@@ -96,4 +137,4 @@ def test_block_mask_computes_every_visible_pair_and_skips_the_mask_only_where_al
                 num_whole += is_whole
                 computed[queries, keys] = True if is_whole else seen[queries, keys]
     assert torch.equal(computed, seen)
-    assert (num_whole > 0) == (longest == 600 and window is None)
+    return num_whole

@@ -1,24 +1,32 @@
 """Every Megatron-Core symbol that the package touches, checked against the installed version."""
 
 import inspect
+import re
 
 import pytest
+
+import hf_megapack.megatron  # noqa: F401 (the quiet import comes first)
+
+# isort: split
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-import hf_megapack.megatron  # noqa: F401 (the quiet import comes first)
+from hf_megapack.megatron.model import FrozenRMSNorm
 
 SIGNATURES = [
     (GPTModel.__init__, "config transformer_layer_spec vocab_size max_sequence_length position_embedding_type"),
     (GPTModel.__init__, "share_embeddings_and_output_weights"),
+    (GPTModel.__init__, "pre_process post_process vp_stage"),
     (GPTModel.forward, "input_ids position_ids attention_mask packed_seq_params"),
     (GPTModel._preprocess, "input_ids position_ids decoder_input inference_context packed_seq_params padding_mask"),
     (GPTModel._postprocess, "hidden_states packed_seq_params"),
@@ -26,26 +34,53 @@ SIGNATURES = [
     (get_forward_backward_func, ""),
     (schedules.forward_backward_no_pipelining, "forward_step_func data_iterator model num_microbatches seq_length"),
     (schedules.forward_backward_no_pipelining, "micro_batch_size forward_only"),
+    (schedules.forward_backward_pipelining_without_interleaving, "forward_step_func data_iterator model"),
+    (schedules.forward_backward_pipelining_without_interleaving, "num_microbatches seq_length micro_batch_size"),
+    (schedules.forward_backward_pipelining_without_interleaving, "forward_only"),
+    (schedules.forward_backward_pipelining_with_interleaving, "forward_step_func data_iterator model"),
+    (schedules.forward_backward_pipelining_with_interleaving, "num_microbatches seq_length micro_batch_size"),
+    (schedules.forward_backward_pipelining_with_interleaving, "forward_only"),
+    (mappings.copy_to_tensor_model_parallel_region, "input_"),
+    (mappings.gather_from_sequence_parallel_region, "input_ tensor_parallel_output_grad"),
+    (mappings.reduce_from_tensor_model_parallel_region, "input_"),
+    (mappings.reduce_scatter_to_sequence_parallel_region, "input_"),
+    (TransformerBlockSubmodules, "layer_specs layer_norm"),
     (DotProductAttention.__init__, "config layer_number attn_mask_type attention_type softmax_scale"),
     (DotProductAttention.forward, "query key value attention_mask attn_mask_type packed_seq_params"),
     (PackedSeqParams.__init__, "qkv_format max_seqlen_q max_seqlen_kv"),
-    (parallel_state.initialize_model_parallel, ""),
+    (parallel_state.initialize_model_parallel, "tensor_model_parallel_size pipeline_model_parallel_size"),
+    (parallel_state.initialize_model_parallel, "virtual_pipeline_model_parallel_size context_parallel_size"),
+    (parallel_state.initialize_model_parallel, "create_gloo_process_groups"),
+    (parallel_state.destroy_model_parallel, ""),
+    (parallel_state.get_tensor_model_parallel_group, ""),
+    (parallel_state.get_pipeline_model_parallel_rank, ""),
+    (parallel_state.get_pipeline_model_parallel_world_size, ""),
+    (parallel_state.get_pipeline_model_parallel_group, ""),
+    (parallel_state.get_virtual_pipeline_model_parallel_world_size, ""),
+    (parallel_state.get_context_parallel_rank, ""),
+    (parallel_state.get_context_parallel_world_size, ""),
+    (parallel_state.get_context_parallel_group, ""),
+    (parallel_state.get_model_parallel_group, ""),
     (parallel_state.model_parallel_is_initialized, ""),
     (parallel_state.get_tensor_model_parallel_rank, ""),
     (parallel_state.get_tensor_model_parallel_world_size, ""),
     (parallel_state.get_data_parallel_rank, ""),
     (parallel_state.get_data_parallel_world_size, ""),
-    (parallel_state.get_data_parallel_group, ""),
+    (parallel_state.get_data_parallel_group, "with_context_parallel"),
     (mcore_random._get_cuda_rng_state, ""),
     (mcore_random._set_cuda_rng_state, "new_state"),
     (mcore_random.model_parallel_cuda_manual_seed, "seed"),
+    (mcore_random.get_cuda_rng_tracker, ""),
+    (mcore_random.CudaRNGStatesTracker.set_states, "states"),
 ]
 CONFIG_FIELDS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     "layernorm_epsilon qk_layernorm gated_linear_unit activation_func add_bias_linear attention_dropout hidden_dropout "
-    "softmax_scale params_dtype pipeline_dtype bf16 use_cpu_initialization perform_initialization init_method "
-    "output_layer_init_method calculate_per_token_loss gradient_accumulation_fusion bias_activation_fusion "
-    "bias_dropout_fusion masked_softmax_fusion recompute_granularity recompute_method recompute_num_layers"
+    "softmax_scale params_dtype pipeline_dtype bf16 use_cpu_initialization perform_initialization "
+    "calculate_per_token_loss gradient_accumulation_fusion bias_activation_fusion "
+    "bias_dropout_fusion masked_softmax_fusion recompute_granularity recompute_method recompute_num_layers "
+    "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+    "variable_seq_lengths moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm"
 )
 
 
@@ -77,3 +112,27 @@ def test_local_spec_builds_from_the_modules_that_we_adapt():
     assert attention.submodules.linear_qkv is ColumnParallelLinear
     assert attention.submodules.linear_proj is RowParallelLinear
     assert hasattr(attention.submodules, "core_attention")
+
+
+def test_our_norm_takes_the_place_of_every_norm_in_the_spec():
+    """Megatron-Core's own refuses sequence parallelism; each place calls it with these arguments alone."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    attention = spec.submodules.self_attention.submodules
+    for owner, name in [
+        (spec.submodules, "input_layernorm"),
+        (spec.submodules, "pre_mlp_layernorm"),
+        (attention, "q_layernorm"),
+        (attention, "k_layernorm"),
+    ]:
+        assert hasattr(owner, name)
+    assert FrozenRMSNorm(config=None, hidden_size=3, eps=1e-3).eps == 1e-3
+    assert "final_layernorm" in inspect.getsource(TransformerBlock)
+
+
+def test_a_pipeline_asks_for_nothing_of_cuda_that_has_no_stand_in():
+    source = inspect.getsource(p2p_communication)
+    assert set(re.findall(r"torch\.cuda\.(\w+)", source)) == {"current_device", "synchronize"}
+
+
+def test_random_states_are_forked_under_the_name_that_we_set():
+    assert mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME == "model-parallel-rng"

@@ -1,13 +1,12 @@
 """What differs on a GPU: FlexAttention's kernels and the device of everything else."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.megatron.attention import dense_tree_attention, flex_tree_attention
 from hf_megapack.megatron.backend import MegatronBackend
+from tests.helpers.backend_args import backend_args
 from tests.helpers.reference_model import (
     load_reference,
     mape,
@@ -45,7 +44,7 @@ def test_packed_training_follows_transformers(name, recompute, tmp_path, monkeyp
     """IEEE float32 on both sides; wider bounds than on the CPU because the kernels sum in another order."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     save_random_model(name, tmp_path)
-    backend = MegatronBackend(str(tmp_path), SimpleNamespace(bf16=False, recompute=recompute, seed=0), PEFT_CONFIG)
+    backend = MegatronBackend(str(tmp_path), backend_args(recompute=recompute), PEFT_CONFIG)
     assert all(parameter.is_cuda for parameter in backend.model.parameters())
     state = random_adapter(backend.adapter_state())
     backend.load_adapter(state)

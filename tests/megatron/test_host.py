@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+
+import hf_megapack.megatron  # noqa: F401 (the quiet import comes first)
+
+# isort: split
 from megatron.core.tensor_parallel import random as mcore_random
 
 from hf_megapack.megatron.host import has_gpu, host_device
@@ -10,15 +14,16 @@ pytestmark = pytest.mark.skipif(has_gpu(), reason="with a GPU nothing is replace
 
 
 def test_cuda_means_the_host_inside_and_only_inside():
-    before = (torch.cuda.current_device, mcore_random._get_cuda_rng_state)
+    before = (torch.cuda.current_device, torch.cuda.synchronize, mcore_random._get_cuda_rng_state)
     with host_device():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
+        torch.cuda.synchronize()
         state = mcore_random._get_cuda_rng_state()
         first = torch.rand(3)
         mcore_random._set_cuda_rng_state(state)
         assert torch.equal(torch.rand(3), first)
-    assert (torch.cuda.current_device, mcore_random._get_cuda_rng_state) == before
+    assert (torch.cuda.current_device, torch.cuda.synchronize, mcore_random._get_cuda_rng_state) == before
 
 
 def test_the_originals_return_after_an_error():

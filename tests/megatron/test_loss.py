@@ -1,5 +1,8 @@
 """The loss of a frozen head against torch's cross-entropy on whole logits."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -52,3 +55,55 @@ def test_a_row_without_targets_has_zero_loss_and_zero_gradient():
 def test_a_head_that_wants_a_gradient_is_refused():
     with pytest.raises(ValueError, match="requires_grad"):
         frozen_head_loss(torch.zeros(1, 2), torch.zeros(3, 2, requires_grad=True), *[torch.zeros(1).long()] * 2, 1.0)
+
+
+class _Thread:
+    """What a process group tells about one of several ranks that are threads."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+    def rank(self) -> int:
+        """Return the number of this rank."""
+        return self.index
+
+
+def test_a_vocabulary_split_over_ranks_gives_the_loss_of_the_whole_and_gradients_that_add_up_to_it(monkeypatch):
+    """Ranks are threads; a barrier and a shared list stand for the all-reduce."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(13, 7, generator=generator, dtype=torch.float64)
+    head = torch.randn(24, 7, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 24, (13,), generator=generator)
+    labels[:4] = (hidden @ head.T).argmax(-1)[:4]
+    counts = torch.randint(1, 4, (13,), generator=generator)
+    barrier, given = threading.Barrier(3), [None] * 3
+
+    def all_reduce(tensor, operation=torch.distributed.ReduceOp.SUM, *, group):
+        given[group.rank()] = tensor.clone()
+        barrier.wait(timeout=10)
+        everyone = torch.stack(list(given))
+        is_max = operation == torch.distributed.ReduceOp.MAX
+        barrier.wait(timeout=10)
+        tensor.copy_(everyone.amax(0) if is_max else everyone.sum(0))
+
+    monkeypatch.setattr(loss_module.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(loss_module, "LOGITS_BUDGET", 8 * 5)
+
+    def run(rank):
+        leaf = hidden.clone().requires_grad_()
+        part = head[8 * rank : 8 * rank + 8]
+        terms = frozen_head_loss(leaf, part, labels, counts, 1 / 30, group=_Thread(rank))
+        terms.loss.backward()
+        return [term.detach() for term in terms], leaf.grad
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(run, range(3)))
+    leaf = hidden.clone().requires_grad_()
+    expected = plain_loss(leaf, head, labels, counts, 1 / 30)
+    expected[0].backward()
+    for terms, _ in results:
+        torch.testing.assert_close(
+            torch.stack(terms), torch.stack([e.detach().double() for e in expected]), rtol=1e-10, atol=0
+        )
+    torch.testing.assert_close(sum(gradient for _, gradient in results), leaf.grad, rtol=1e-10, atol=1e-12)
+    assert expected[1] >= 4

@@ -5,7 +5,6 @@ zero). The oracle itself is off its own float64 result by up to 0.0005 % in the 
 """
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.megatron.backend import MegatronBackend
 from hf_megapack.weights.export import export_peft_adapter
 from tests.helpers.assets import load_conversations, load_tokenizer
+from tests.helpers.backend_args import backend_args
 from tests.helpers.reference_model import (
     CONFIGS,
     load_reference,
@@ -56,7 +56,7 @@ def pair(request, tmp_path_factory):
     """A model on Megatron-Core and in transformers + peft, with the same adapter."""
     folder = tmp_path_factory.mktemp(request.param)
     save_random_model(request.param, folder, shard_size="200KB" if request.param == "qwen3" else "5GB")
-    args = SimpleNamespace(bf16=False, recompute="off", seed=0)
+    args = backend_args()
     backend = MegatronBackend(str(folder), args, PEFT_CONFIG)
     state = random_adapter(backend.adapter_state())
     backend.load_adapter(state)
@@ -89,7 +89,7 @@ def test_loss_and_every_adapter_gradient_equal_those_of_transformers(pair, assis
 def test_recomputing_every_layer_changes_nothing(name, tmp_path):
     """With a frozen embedding a recomputed layer would pass no gradient unless its input asks for one."""
     save_random_model(name, tmp_path)
-    backend = MegatronBackend(str(tmp_path), SimpleNamespace(bf16=False, recompute="full", seed=0), PEFT_CONFIG)
+    backend = MegatronBackend(str(tmp_path), backend_args(recompute="full"), PEFT_CONFIG)
     state = random_adapter(backend.adapter_state())
     backend.load_adapter(state)
     examples = conversation_examples("each")
@@ -100,7 +100,7 @@ def test_recomputing_every_layer_changes_nothing(name, tmp_path):
 @pytest.mark.parametrize("name", ["llama_tied_bias_yarn", "mistral_window", "qwen2", "qwen3"])
 def test_twenty_steps_follow_the_same_losses_and_the_exported_adapter_gives_our_logits(name, tmp_path):
     save_random_model(name, tmp_path / "base")
-    backend = MegatronBackend(str(tmp_path / "base"), SimpleNamespace(bf16=False, recompute="off", seed=3), PEFT_CONFIG)
+    backend = MegatronBackend(str(tmp_path / "base"), backend_args(seed=3), PEFT_CONFIG)
     state = random_adapter(backend.adapter_state(), std=0.05)
     backend.load_adapter(state)
     reference = load_reference(tmp_path / "base", PEFT_CONFIG, state)

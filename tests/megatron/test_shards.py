@@ -42,7 +42,7 @@ def test_shards_that_do_not_fit_together_are_refused(ranks):
 
 def test_gathered_tensors_are_copies():
     tensor = torch.ones(2)
-    layout = SimpleNamespace(data_rank=0, tensor_rank=0, tensor_size=1, world_size=1)
+    layout = SimpleNamespace(data_rank=0, context_rank=0, tensor_rank=0, tensor_size=1, world_size=1)
     gathered = gather_full({"a": (tensor, None)}, layout)
     tensor.zero_()
     assert gathered["a"].tolist() == [1.0, 1.0]

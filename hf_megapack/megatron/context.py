@@ -1,0 +1,93 @@
+"""Context parallelism over a tree row: each rank computes its own slots and sees the keys and values of all.
+
+Keys and values are gathered over the ranks that share the row and put in the row's order, so that masks use slot
+numbers of the whole row; their gradients go back the same way and are summed.
+
+Shapes: T slots of the row, L slots of this rank, G key and value heads, D head size.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hf_megapack.megatron.host import compute_device
+from hf_megapack.megatron.parallel import ParallelLayout
+from hf_megapack.packing.context import split_row
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class ContextShare:
+    """What one rank holds of a row, on its device.
+
+    Attributes:
+        slots: Slots of this rank, ascending. int64, shape (L,).
+        slots_by_rank: Slots of all ranks, one rank after the other. int64, shape (T,).
+        place_of_slot: Where each slot stands in `slots_by_rank`. int64, shape (T,).
+        group: The ranks that share the row.
+    """
+
+    slots: torch.Tensor
+    slots_by_rank: torch.Tensor
+    place_of_slot: torch.Tensor
+    group: dist.ProcessGroup
+
+
+def share_row(subtree_end: np.ndarray, layout: ParallelLayout) -> tuple[np.ndarray, ContextShare | None]:
+    """Return this rank's slots of a row, on the host and on the device.
+
+    Args:
+        subtree_end: First slot after the subtree that begins at each slot. Integer, shape (T,).
+        layout: Where this rank stands.
+
+    Returns:
+        int64, shape (L,), and the share, None where rows are not shared.
+
+    Raises:
+        DataError: If the row cannot be cut into equal blocks.
+    """
+    if layout.context_size == 1:
+        return np.arange(subtree_end.size), None
+    slots = split_row(subtree_end, layout.context_size).slots
+    everyone, mine = torch.from_numpy(slots.ravel()), torch.from_numpy(slots[layout.context_rank])
+    share = ContextShare(
+        slots=mine.to(compute_device()),
+        slots_by_rank=everyone.to(compute_device()),
+        place_of_slot=everyone.argsort().to(compute_device()),
+        group=layout.context_group,
+    )
+    return slots[layout.context_rank], share
+
+
+class _GatherSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local, share):
+        ctx.share = share
+        gathered = local.new_empty(share.slots_by_rank.numel(), *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=share.group)
+        return gathered.index_select(0, share.place_of_slot)
+
+    @staticmethod
+    def backward(ctx, grad):
+        share = ctx.share
+        grad_local = grad.new_empty(share.slots.numel(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(grad_local, grad.index_select(0, share.slots_by_rank), group=share.group)
+        return grad_local, None
+
+
+def gather_keys_and_values(
+    key_LGD: torch.Tensor, value_LGD: torch.Tensor, share: ContextShare
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of the whole row, from those of this rank.
+
+    Args:
+        key_LGD: Shape (L, G, D).
+        value_LGD: Shape (L, G, D).
+        share: What this rank holds.
+
+    Returns:
+        Both in the row's order, shape (T, G, D).
+    """
+    both = _GatherSlots.apply(torch.cat((key_LGD, value_LGD), dim=-1), share)
+    return both.chunk(2, dim=-1)

@@ -1,0 +1,74 @@
+"""Several ranks on this machine, as a launcher starts them: gloo on a free port, one thread each."""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+# Imported once by the server that the ranks are forked from, not once by each rank.
+_PRELOADED = ["tests.helpers.reference_model", "hf_megapack.megatron.backend", "hf_megapack.trainer"]
+
+
+def _be_rank(function: Callable, rank: int, world_size: int, port: int, args: tuple) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        function(rank, *args)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float = 240.0) -> None:
+    """Call `function(rank, *args)` in processes of their own, which end with this call whatever happens.
+
+    Args:
+        function: Of a module that can be imported.
+        world_size: Number of ranks.
+        args: Picklable.
+        timeout_seconds: Time for all of it.
+
+    Raises:
+        AssertionError: If a rank failed or time ran out; the ranks have printed why.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        context.Process(target=_be_rank, args=(function, rank, world_size, port, args), daemon=True)
+        for rank in range(world_size)
+    ]
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        for rank in ranks:
+            rank.start()
+        while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
+            assert time.monotonic() < deadline, f"{world_size} ranks were not done after {timeout_seconds} seconds"
+            time.sleep(0.05)
+        # A rank that fails leaves the others waiting; they get a moment to fail too.
+        for rank in ranks:
+            rank.join(5.0)
+        assert [rank.exitcode for rank in ranks] == [0] * world_size
+    finally:
+        for rank in ranks:
+            if rank.is_alive():
+                rank.kill()
+                rank.join()
