@@ -15,7 +15,15 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from hf_megapack.data.encoding import TextEncoder
-from hf_megapack.data.formats import FORMATS, Conversation, ReadyTokens, TextPair, read_row, recognise_format
+from hf_megapack.data.formats import (
+    FORMATS,
+    Conversation,
+    ReadyTokens,
+    TextPair,
+    check_unicode,
+    read_row,
+    recognise_format,
+)
 from hf_megapack.data.lengths import LengthPolicy, Outcome, log_outcomes
 from hf_megapack.data.masks import mask_tokens, split_edges
 from hf_megapack.data.refusals import check_size_of_each
@@ -204,6 +212,7 @@ class ChatTransform:
                 )
                 continue
             for draft in self._drafts(parsed, index):
+                check_unicode(draft.text, f"row {index}")
                 waiting.append(draft)
                 num_characters += len(draft.text)
                 if num_characters > _CHARACTERS_PER_CALL:
@@ -242,9 +251,11 @@ class ChatTransform:
             ]
             turns = tuple(turn for turn in turns if turn == assistants[-1])
         if not turns:
+            roles = {message["role"] for message in conversation.messages}
             raise DataError(
                 f"row {row}: no assistant turn is left to learn (assistant_mask={self._assistant_mask!r}, and turns "
-                f"with train: false or weight: 0 are not learned); remove the row or change its flags"
+                f"with train: false or weight: 0 are not learned; roles here: {', '.join(sorted(roles))}); remove the "
+                f"row or change its flags"
             )
         return turns
 

@@ -24,6 +24,8 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokens with a loss mask": (("input_ids", "loss_mask"), ("attention_mask", "conversation_id", "turn")),
 }
 
+_LARGEST_ID = np.iinfo(np.int32).max
+
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -145,6 +147,25 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
+def check_unicode(text: str, where: str) -> None:
+    """Refuse text that is no Unicode text, such as half of a character from a JSON file that was cut.
+
+    Args:
+        text: Any text.
+        where: Row and turn.
+
+    Raises:
+        DataError: If it holds half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: the text holds half of a character at position {error.start}, in "
+            f"{_brief(text[max(error.start - 20, 0) : error.start + 20])}; repair or remove it"
+        ) from error
+
+
 def _read_conversation(messages: Any, tools: Any, row_index: int, num_context: int = 0) -> Conversation:
     """Return a normalised conversation; its first `num_context` messages are never learned."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -169,8 +190,16 @@ def _read_message(raw: Any, row_index: int, turn: int) -> tuple[dict[str, Any], 
         raise DataError(f"{where}: a message needs a role (system, user, assistant, tool), got {_brief(role)}")
     is_assistant = role == "assistant"
     message["content"] = _read_content(message.get("content", "" if is_assistant else None), where)
+    reasoning = message.get("reasoning_content", "")
+    if not isinstance(reasoning, str):
+        raise DataError(f"{where}: reasoning_content must be a string, got {_brief(reasoning)}")
+    for text in (message["content"], reasoning):
+        check_unicode(text, where)
     if "tool_calls" in message:
-        calls = [_read_tool_call(call, where) for call in message.pop("tool_calls")]
+        calls = message.pop("tool_calls")
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise DataError(f"{where}: tool_calls must be a list of dicts, got {_brief(calls)}")
+        calls = [_read_tool_call(call, where) for call in calls]
         if calls:
             message["tool_calls"] = calls
     return message, _pop_training_flag(message, is_assistant, where)
@@ -206,7 +235,7 @@ def _read_tool_call(raw: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"{where}: the arguments of tool call {call['name']!r} are broken JSON: {error}") from error
     if not isinstance(arguments, Mapping):
         raise DataError(f"{where}: the arguments of tool call {call['name']!r} must be a dict, got {_brief(arguments)}")
@@ -248,7 +277,7 @@ def _read_tools(tools: Any, row_index: int) -> list[dict[str, Any]] | None:
 def _parse_json(text: str, row_index: int) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"row {row_index}: tools are broken JSON: {error}") from error
 
 
@@ -261,7 +290,7 @@ def _from_sharegpt(turns: Any, row_index: int) -> Any:
         if not isinstance(raw, Mapping) or raw.get("from") is None:
             messages.append(raw)
             continue
-        role = _SHAREGPT_ROLES.get(raw["from"])
+        role = _SHAREGPT_ROLES.get(raw["from"]) if isinstance(raw["from"], str) else None
         if role is None:
             known = ", ".join(_SHAREGPT_ROLES)
             raise DataError(f"row {row_index}, turn {turn}: unknown speaker {_brief(raw['from'])}; known: {known}")
@@ -300,8 +329,10 @@ def _read_tokens(row: Mapping[str, Any], row_index: int) -> ReadyTokens:
     length = int(np.count_nonzero(attended))
     if not (attended[:length] == 1).all():
         raise DataError(f"row {row_index}: attention_mask must be a run of ones from index 0 (pad on the right)")
-    if length == 0 or ids[:length].min() < 0:
-        raise DataError(f"row {row_index}: input_ids must be one or more token ids, none negative")
+    if length == 0 or ids[:length].min() < 0 or ids[:length].max() > _LARGEST_ID:
+        raise DataError(
+            f"row {row_index}: input_ids must be one or more token ids, none negative or above {_LARGEST_ID}"
+        )
     if column == "labels":
         is_target = targets != IGNORE_LABEL
         wrong = np.flatnonzero(is_target & (targets != ids))

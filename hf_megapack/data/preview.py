@@ -21,7 +21,7 @@ from hf_megapack.data.lengths import Outcome
 
 _COLOUR, _PLAIN = "\033[30;42m", "\033[0m"
 _NEWLINE = "\u21b5\n"
-_SMALL_SHARE = 0.01
+_SMALL_SHARE = 0.002
 _UNPRINTABLE = re.compile(r"[^\S \n\t]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
