@@ -14,7 +14,7 @@ from hf_megapack.batch import RowSchedule
 from hf_megapack.errors import DataError
 from hf_megapack.packing.alignment import NO_ALIGNMENT, Alignment
 from hf_megapack.packing.bins import Placement, adjust_bin_count, num_path_pairs, pack_sequences, place_examples
-from hf_megapack.packing.examples import ExampleSet
+from hf_megapack.packing.examples import ExampleSet, gather_examples
 from hf_megapack.packing.schedule import SINGLE_RANK, RankLayout, heaviest_load, schedule_rows, slots_cost
 from hf_megapack.packing.tree import Forest, build_forest, flat_forest, rebuild_forest, restrict_forest
 
@@ -71,13 +71,39 @@ def plan_update(
             "packed_sequence_length, or set max_length with overlong='drop', 'truncate_left' or 'truncate_right'"
         )
     if strategy == "prefix_tree":
-        rows = _tree_rows(examples, capacity, min_shared_tokens, alignment, ranks)
-    else:
-        bins = pack_sequences(examples.lengths.tolist(), strategy=strategy, capacity=capacity, alignment=alignment)
-        wanted = min(_num_microbatches(len(bins), ranks), examples.lengths.size)
-        bins = adjust_bin_count(bins, min_bin_count=wanted)
-        rows = [flat_forest(examples.lengths, np.asarray(bin_)) for bin_ in bins]
+        plan = _schedule(_tree_rows(examples, capacity, min_shared_tokens, alignment, ranks), alignment, ranks)
+        if not examples.share_supervised:
+            return plan
+        # Longer runs can fall worse into rows and segments; then the default ones are kept.
+        default = _share_unsupervised_only(examples)
+        num_executed = _num_executed(plan, alignment)
+        if num_executed <= int((default.lengths - default.shareable).sum() + default.shareable.max()):
+            return plan
+        other = _schedule(_tree_rows(default, capacity, min_shared_tokens, alignment, ranks), alignment, ranks)
+        return plan if num_executed <= _num_executed(other, alignment) else other
+    bins = pack_sequences(examples.lengths.tolist(), strategy=strategy, capacity=capacity, alignment=alignment)
+    wanted = min(_num_microbatches(len(bins), ranks), examples.lengths.size)
+    bins = adjust_bin_count(bins, min_bin_count=wanted)
+    return _schedule([flat_forest(examples.lengths, np.asarray(bin_)) for bin_ in bins], alignment, ranks)
+
+
+def _schedule(rows: list[Forest], alignment: Alignment, ranks: RankLayout) -> UpdatePlan:
     return UpdatePlan(rows=tuple(rows), schedule=schedule_rows([_row_cost(row, alignment) for row in rows], ranks))
+
+
+def _num_executed(plan: UpdatePlan, alignment: Alignment) -> int:
+    """Return the slots that a tree plan runs, padding and dummies included."""
+    slots = np.array([alignment.footprint(row.num_tokens) for row in plan.rows])
+    return int(slots[plan.schedule.row_index].sum())
+
+
+def _share_unsupervised_only(examples: ExampleSet) -> ExampleSet:
+    """Return the same examples as they are shared by default."""
+    mask = np.zeros_like(examples.is_learned)
+    mask[1:] = examples.is_learned[:-1]
+    bounds = examples.offsets[1:-1]
+    columns = zip(np.split(examples.tokens, bounds), np.split(mask, bounds), strict=True)
+    return gather_examples([{"input_ids": ids, "loss_mask": learned} for ids, learned in columns])
 
 
 def _num_microbatches(num_rows: int, ranks: RankLayout) -> int:

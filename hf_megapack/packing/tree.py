@@ -2,7 +2,8 @@
 
 Invariant: the path of every example, root to leaf, spells its tokens, and every slot has at most one label. By default
 a run is shared only in front of the first loss-bearing token of each of its owners, one position short; where
-supervised slots may be shared, a run ends in front of the slot that would need two labels.
+supervised slots may be shared, a run ends in front of the slot that would need two labels. Among the ways to cut, those
+that make most of short runs shareable are preferred, never at the cost of slots.
 
 Examples are sorted once by the part that may be shared; then every set that a radix walk could meet is one run of that
 order, and the longest common prefix of a run is the smallest of its neighbours' common prefixes. Bins therefore rebuild
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_megapack.packing.examples import ExampleSet
+
+# Most early cuts that are tried in one run.
+_MAX_EARLY_CUTS = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -88,6 +92,38 @@ def sort_examples(examples: ExampleSet) -> tuple[np.ndarray, np.ndarray]:
             at = int(differs.argmax())
             common[position] = at if differs[at] else size
     return np.asarray(order, dtype=np.int64), common
+
+
+def fewest_tokens(examples: ExampleSet, row_capacity: int | None = None) -> int:
+    """Return a number of slots that no packing of an update can go below, whatever its `min_shared_tokens`.
+
+    Each prefix that may be shared needs a slot, and so does each token behind. Where that is more than a row holds,
+    what all examples have in common is needed once per row.
+
+    Args:
+        examples: The examples of an update.
+        row_capacity: Slots of a row, each example fits one; None for one row without end.
+
+    Returns:
+        The distinct shareable prefixes and all other tokens. Slots that need several labels count once, so with
+        `share_supervised` the bound may be out of reach.
+
+    Example:
+        >>> from hf_megapack.packing.examples import gather_examples
+        >>> rows = [[1, 2, 3, 4], [1, 2, 5], [1, 6]]
+        >>> update = gather_examples([{"input_ids": ids, "loss_mask": [0] * len(ids)} for ids in rows])
+        >>> fewest_tokens(update)  # 1, 12, 123, 1234, 125, 16
+        6
+        >>> fewest_tokens(update, row_capacity=4)  # Two rows, each with the 1 and up to three of the other five.
+        7
+    """
+    _, common = sort_examples(examples)
+    num_tokens = int(examples.lengths.sum() - common.sum())
+    in_all = int(common[1:].min()) if common.size > 1 else 0
+    if row_capacity is None or num_tokens <= row_capacity:
+        return num_tokens
+    num_rows = -(-(num_tokens - in_all) // (row_capacity - in_all))
+    return num_tokens + (num_rows - 1) * in_all
 
 
 def rebuild_forest(forest: Forest, positions: np.ndarray, examples: ExampleSet, min_shared_tokens: int) -> Forest:
@@ -185,24 +221,104 @@ def _cut_segments(
     to be worth a segment, its parts start again from the same depth, so the short run is repeated in each of them.
     """
     lengths = examples.lengths[order].tolist()
-    left, right, root = _split_tree(common)
+    tree = _split_tree(common)
+    ends = _shared_ends(examples, order, common, tree) if examples.share_supervised else common
     segments: list[tuple[int, int, int, int, int]] = []
-    stack = [(root, 0, len(lengths), 0, -1)]
+    stack = [(tree.root, 0, len(lengths), 0, -1)]
     while stack:
         node, first, stop, start, parent = stack.pop()
-        if not node:
+        if node < 0:
             if lengths[first] > start:
                 segments.append((start, lengths[first], parent, first, stop))
             continue
-        end = common[node]
-        if examples.share_supervised and end > start:
-            end = _end_before_conflict(examples, order[first:stop], end)
-        if end - start >= min_shared_tokens:
+        if ends[node] - start >= min_shared_tokens:
+            end = _best_cut(tree, ends, node, start, min_shared_tokens)
             segments.append((start, end, parent, first, stop))
             start, parent = end, len(segments) - 1
-        stack.append((right[node], node, stop, start, parent))
-        stack.append((left[node], first, node, start, parent))
+        stack.append((tree.right[node], node, stop, start, parent))
+        stack.append((tree.left[node], first, node, start, parent))
     return segments
+
+
+def _best_cut(tree: "_SplitTree", ends: list[int], node: int, start: int, min_shared_tokens: int) -> int:
+    """Return where the run of a node is cut: at its end, or earlier where that saves slots.
+
+    Cut early, the rest of the run is repeated in every part, but a part whose own run was a little too short to be
+    shared reaches the minimum. What lies below is compared as if it were cut at its ends; cutting some of that early
+    too can only save more, so the forest is never longer than without early cuts.
+    """
+    left, right = tree.left, tree.right
+    end, least = ends[node], ends[node] + min_shared_tokens
+    too_short = []
+    parts = [left[node], right[node]]
+    for part in parts:
+        if part >= 0 and ends[part] < least:
+            too_short.append(ends[part])
+            parts += (left[part], right[part])
+    best, saved = end, 0
+    if too_short and max(too_short) > end:
+        for cut in _promising_cuts(start, end, too_short, min_shared_tokens):
+            saved_here = _saved_by_cut(tree, ends, node, cut, min_shared_tokens)
+            if saved_here > saved:
+                best, saved = cut, saved_here
+    return best
+
+
+def _saved_by_cut(tree: "_SplitTree", ends: list[int], node: int, cut: int, min_shared_tokens: int) -> int:
+    """Return the slots that a subtree has fewer if its topmost run is cut early and all others at their ends."""
+    left, right = tree.left, tree.right
+    saved = ends[node] - cut
+    # Each part with where it starts now and where it would.
+    stack = [(left[node], ends[node], cut), (right[node], ends[node], cut)]
+    while stack:
+        part, now, then = stack.pop()
+        if part < 0:
+            saved += then - now
+            continue
+        end = ends[part]
+        shared_now, shared_then = end - now >= min_shared_tokens, end - then >= min_shared_tokens
+        if shared_now and shared_then:
+            # Everything below starts at the same depth either way.
+            saved += then - now
+            continue
+        if shared_now:
+            saved, now = saved + end - now, end
+        elif shared_then:
+            saved, then = saved - (end - then), end
+        stack += ((left[part], now, then), (right[part], now, then))
+    return saved
+
+
+def _promising_cuts(start: int, end: int, too_short: list[int], min_shared_tokens: int) -> list[int]:
+    """Return the early cuts of a run that could save slots, the most promising first.
+
+    A cut `c` repeats `end - c` tokens for every split below it, and saves at most `r - c` for every run that reaches
+    the minimum by it, `r` being that run's end.
+    """
+    found = []
+    reached = sum_of_ends = 0
+    for run_end in sorted(too_short, reverse=True):
+        cut = run_end - min_shared_tokens
+        if run_end <= end or cut < start + min_shared_tokens:
+            break
+        reached, sum_of_ends = reached + 1, sum_of_ends + run_end
+        saved = sum_of_ends - reached * cut - (len(too_short) + 1) * (end - cut)
+        if saved > 0:
+            found.append((-saved, cut))
+    return [cut for _, cut in sorted(found)[:_MAX_EARLY_CUTS]]
+
+
+def _shared_ends(examples: ExampleSet, order: np.ndarray, common: list[int], tree: "_SplitTree") -> list[int]:
+    """Return where the run of each node must end so that no slot of it needs two labels."""
+    ends = list(common)
+    stack = [(tree.root, 0, len(common))]
+    while stack:
+        node, first, stop = stack.pop()
+        if node >= 0:
+            if common[node]:
+                ends[node] = _end_before_conflict(examples, order[first:stop], common[node])
+            stack += ((tree.left[node], first, node), (tree.right[node], node, stop))
+    return ends
 
 
 def _end_before_conflict(examples: ExampleSet, owners: np.ndarray, end: int) -> int:
@@ -216,19 +332,34 @@ def _end_before_conflict(examples: ExampleSet, owners: np.ndarray, end: int) -> 
     return end - 1 if labels.size and (labels != labels[0]).any() else end
 
 
-def _split_tree(common: list[int]) -> tuple[list[int], list[int], int]:
-    """Return left child, right child and root of the tree that splits a run of examples where they share least.
+@dataclass(frozen=True, eq=False, slots=True)
+class _SplitTree:
+    """How a run of examples splits where they share least.
 
-    Node `i` splits between the examples `i - 1` and `i`; 0 stands for a single example.
+    Node `i` splits between the examples `i - 1` and `i`; `~i` stands for example `i` alone.
+
+    Attributes:
+        left: What comes before each node's split.
+        right: What comes after it.
+        root: The whole run.
     """
-    left, right = [0] * len(common), [0] * len(common)
+
+    left: list[int]
+    right: list[int]
+    root: int
+
+
+def _split_tree(common: list[int]) -> _SplitTree:
+    """Return the split tree of sorted examples from what neighbours have in common."""
+    left = [~(node - 1) for node in range(len(common))]
+    right = [~node for node in range(len(common))]
     stack: list[int] = []
     for node in range(1, len(common)):
-        below = 0
+        below = left[node]
         while stack and common[stack[-1]] > common[node]:
             below = stack.pop()
         left[node] = below
         if stack:
             right[stack[-1]] = node
         stack.append(node)
-    return left, right, stack[0] if stack else 0
+    return _SplitTree(left, right, stack[0] if stack else ~0)

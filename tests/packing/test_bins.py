@@ -10,22 +10,20 @@ from hypothesis import strategies as st
 from hf_megapack.errors import ConfigError, DataError
 from hf_megapack.packing import Alignment, adjust_bin_count, build_forest, gather_examples, pack_sequences
 from hf_megapack.packing.bins import place_examples
-from tests.helpers.brute_force_tree import as_examples, radix_walk, random_examples
+from tests.helpers.brute_force_tree import as_examples, random_examples
 
 
 def test_each_example_is_placed_where_it_adds_least():
-    """Replayed with sets of walked segments: no bin with room would have gained less, none as little with less room."""
+    """Replayed with sets of segments: no bin with room would have gained less, none as little with less room."""
     rng = random.Random(61)
     num_choices = 0
     for _ in range(100):
         examples = random_examples(rng, "all")
         lengths = [len(ids) for ids, _ in examples]
-        segments = radix_walk(examples, 4)
-        sizes = [segment.end - segment.start for segment in segments]
-        paths = [
-            {at for at, segment in enumerate(segments) if index in segment.owners} for index in range(len(examples))
-        ]
         forest = build_forest(gather_examples(as_examples(examples)), 4)
+        sizes = (forest.end - forest.start).tolist()
+        owners = [set(forest.order[first:stop].tolist()) for first, stop in zip(forest.first, forest.stop, strict=True)]
+        paths = [{at for at, some in enumerate(owners) if index in some} for index in range(len(examples))]
         order = list(range(len(examples)))
         rng.shuffle(order)
         fill_limit = max(lengths) + rng.randint(0, 40)
@@ -46,7 +44,7 @@ def test_each_example_is_placed_where_it_adds_least():
             num_choices += len(options) > 1
             held[expected] |= path
         assert placement.tokens == [sum(sizes[at] for at in bin_) for bin_ in held]
-        pairs = [sum(sum(range(segments[at].start + 1, segments[at].end + 1)) for at in bin_) for bin_ in held]
+        pairs = [sum(sum(range(forest.start[at] + 1, forest.end[at] + 1)) for at in bin_) for bin_ in held]
         assert placement.pairs == pairs
     assert num_choices > 50
 

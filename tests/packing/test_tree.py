@@ -1,6 +1,7 @@
-"""The prefix forest against the radix walk it must equal."""
+"""The prefix forest against the radix walk, which it equals or undercuts."""
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_megapack.packing import build_forest, gather_examples
-from hf_megapack.packing.tree import rebuild_forest, restrict_forest
-from tests.helpers.brute_force_tree import as_examples, branch, radix_walk, random_examples, walk_size
+from hf_megapack.packing.tree import fewest_tokens, rebuild_forest, restrict_forest
+from tests.helpers.brute_force_tree import as_examples, branch, radix_walk, random_examples, shareable_length, walk_size
 
 
 def as_walked(forest):
@@ -34,6 +35,24 @@ def walked(examples, min_shared_tokens):
         )
         for segment in segments
     )
+
+
+def assert_as_short_as_walked(forest, examples, min_shared_tokens):
+    """Segment for segment what the walk makes, or valid and shorter; return whether it is shorter."""
+    assert_preorder(forest)
+    segments = as_walked(forest)
+    if segments == walked(examples, min_shared_tokens):
+        return False
+    for owners, start, end, _ in segments:
+        assert len(owners) == 1 or end - start >= min_shared_tokens
+        assert len(owners) == 1 or end <= min(shareable_length(examples[owner][1]) for owner in owners)
+        assert len({tuple(examples[owner][0][:end]) for owner in owners}) == 1
+    spelled = Counter(dict.fromkeys(range(len(examples)), 0))
+    for owners, start, end, _ in segments:
+        spelled.update(dict.fromkeys(owners, end - start))
+    assert spelled == {owner: len(ids) for owner, (ids, _) in enumerate(examples)}
+    assert forest.num_tokens < walk_size(examples, min_shared_tokens)
+    return True
 
 
 def assert_preorder(forest):
@@ -73,29 +92,74 @@ def test_duplicates_share_all_but_what_they_learn():
 
 
 @pytest.mark.parametrize("assistant_mask", ["all", "last"])
-def test_forest_equals_the_radix_walk(assistant_mask):
+def test_forest_equals_the_radix_walk_or_is_shorter(assistant_mask):
     rng = random.Random(11)
-    num_shared = 0
+    num_shared = num_shorter = 0
     for _ in range(300):
         examples = random_examples(rng, assistant_mask)
         min_shared_tokens = rng.randint(1, 6)
         forest = build_forest(gather_examples(as_examples(examples)), min_shared_tokens)
-        assert as_walked(forest) == walked(examples, min_shared_tokens)
-        assert_preorder(forest)
+        num_shorter += assert_as_short_as_walked(forest, examples, min_shared_tokens)
         num_shared += sum(len(segment[0]) > 1 for segment in as_walked(forest))
     assert num_shared > 300
+    assert 0 < num_shorter < 100
 
 
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.integers(0, 8)), min_size=1, max_size=8),
     st.integers(1, 4),
 )
-def test_forest_equals_the_radix_walk_on_tiny_alphabets(drafts, min_shared_tokens):
+def test_forest_is_never_longer_than_the_radix_walk_on_tiny_alphabets(drafts, min_shared_tokens):
     """Nested prefixes, strict prefixes, duplicates and one-token examples are the rule here."""
     examples = [(ids, [int(at >= first) for at in range(len(ids))]) for ids, first in drafts]
     forest = build_forest(gather_examples(as_examples(examples)), min_shared_tokens)
-    assert as_walked(forest) == walked(examples, min_shared_tokens)
-    assert_preorder(forest)
+    assert_as_short_as_walked(forest, examples, min_shared_tokens)
+
+
+@pytest.mark.parametrize(("common", "cut", "num_tokens"), [(100, 86, 264), (117, 86, 281), (118, 118, 282)])
+def test_a_run_is_cut_early_where_that_lets_a_part_be_shared(common, cut, num_tokens):
+    """A and B share 150 tokens, C the first 100: cut there, 50 are too few to share, and 100 + 2 * 70 + 60 = 300.
+
+    Cut at 86, A and B share [86, 150): 86 + 64 + 2 * 20 + 14 + 60 = 264. Where C has the first 118 in common, either
+    way takes 282.
+    """
+    examples = [branch(150, 20, 150, 1), branch(150, 20, 150, 2), branch(common, 60, common, 3)]
+    forest = build_forest(gather_examples(as_examples(examples)), 64)
+    assert forest.num_tokens == num_tokens
+    assert forest.end[0] == cut
+
+
+@pytest.mark.parametrize("share_supervised", [False, True])
+def test_no_forest_is_shorter_than_its_lower_bound(share_supervised):
+    """Counted by brute force: the distinct prefixes that may be shared, and every token behind them."""
+    rng = random.Random(15)
+    num_reached = 0
+    for _ in range(200):
+        examples = random_examples(rng, "all")
+        gathered = gather_examples(as_examples(examples), share_supervised=share_supervised)
+        limits = [len(ids) if share_supervised else shareable_length(mask) for ids, mask in examples]
+        shareable = [ids[:limit] for (ids, _), limit in zip(examples, limits, strict=True)]
+        prefixes = {tuple(ids[:end]) for ids in shareable for end in range(1, len(ids) + 1)}
+        behind = sum(len(ids) - limit for (ids, _), limit in zip(examples, limits, strict=True))
+        bound = fewest_tokens(gathered)
+        assert bound == len(prefixes) + behind
+        sizes = [build_forest(gathered, min_shared_tokens).num_tokens for min_shared_tokens in (1, 2, 5)]
+        assert bound <= min(sizes)
+        num_reached += bound == sizes[0]
+    assert num_reached == 200 if not share_supervised else 0 < num_reached < 200
+
+
+def test_the_lower_bound_counts_a_common_prefix_once_per_row():
+    """100 + 3 * 60 tokens; 200 slots hold 100 of the 180 behind the prefix, so it is needed twice."""
+    examples = gather_examples(as_examples([branch(100, 60, 100, family) for family in (1, 2, 3)]))
+    assert [fewest_tokens(examples, capacity) for capacity in (None, 280, 279, 190, 189, 160)] == [
+        280,
+        280,
+        380,
+        380,
+        480,
+        480,
+    ]
 
 
 def test_every_path_spells_its_example():
@@ -114,7 +178,7 @@ def test_every_path_spells_its_example():
         assert spelled == [len(ids) for ids, _ in examples]
 
 
-def test_a_rebuilt_forest_equals_the_walk_of_its_members():
+def test_a_rebuilt_forest_equals_the_one_built_of_its_members_alone():
     rng = random.Random(13)
     for _ in range(150):
         examples = random_examples(rng, "all")
@@ -122,13 +186,13 @@ def test_a_rebuilt_forest_equals_the_walk_of_its_members():
         forest = build_forest(gathered, 4)
         kept = sorted(rng.sample(range(len(examples)), rng.randint(1, len(examples))))
         rebuilt = rebuild_forest(forest, np.array(kept), gathered, 4)
-        members = forest.order[kept].tolist()
+        members = sorted(forest.order[kept].tolist())
+        alone = build_forest(gather_examples(as_examples([examples[index] for index in members])), 4)
         expected = sorted(
-            (tuple(sorted(members[at] for at in owners)), start, end, tuple(sorted(members[at] for at in above)))
-            for owners, start, end, above in walked([examples[index] for index in members], 4)
+            (tuple(members[at] for at in owners), start, end, tuple(members[at] for at in above))
+            for owners, start, end, above in as_walked(alone)
         )
         assert as_walked(rebuilt) == expected
-        assert rebuilt.num_tokens == walk_size([examples[index] for index in members], 4)
         assert_preorder(rebuilt)
 
 
@@ -141,8 +205,8 @@ def test_a_restricted_forest_is_as_long_as_its_segments():
         kept = sorted(rng.sample(range(len(examples)), rng.randint(1, len(examples))))
         restricted = restrict_forest(forest, np.array(kept))
         members = set(forest.order[kept].tolist())
-        held = [segment for segment in radix_walk(examples, 4) if members & set(segment.owners)]
-        assert restricted.num_tokens == sum(segment.end - segment.start for segment in held)
+        held = [(start, end) for owners, start, end, _ in as_walked(forest) if members & set(owners)]
+        assert restricted.num_tokens == sum(end - start for start, end in held)
         assert_preorder(restricted)
         for segment, parent in enumerate(restricted.parent.tolist()):
             same = parent >= 0 and restricted.first[segment] == restricted.first[parent]
