@@ -10,6 +10,7 @@ D head size, Q slots of one query block, K slots they can see.
 
 import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -109,9 +110,18 @@ def dense_tree_attention(
     return torch.einsum("hqk,khd->qhd", scores_HQK.softmax(dim=-1), value_THD)
 
 
-def _host_plan(params: TreeParams, num_queries: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Return the query blocks of a row: which queries, their slots, and the slots that some of them see, ascending."""
-    if "host" not in params.cache:
+class _HostBlock(NamedTuple):
+    """Queries of one block, the key slots that some of them see (a slice where these follow one another), the mask."""
+
+    queries: slice
+    keys: slice | torch.Tensor
+    mask: torch.Tensor
+
+
+def _host_plan(params: TreeParams, num_queries: int, window: int | None, dtype: torch.dtype) -> list[_HostBlock]:
+    """Return the query blocks of a row; the layers of a microbatch share them, masks included."""
+    key = ("host", window, dtype)
+    if key not in params.cache:
         slots, plan = params.query_slots(num_queries), []
         size = HOST_BLOCK if params.share is None else CONTEXT_BLOCK
         for start in range(0, num_queries, size):
@@ -119,9 +129,15 @@ def _host_plan(params: TreeParams, num_queries: int) -> list[tuple[slice, torch.
             # The slots of a block follow one another.
             first, stop = int(slots[block][0]), int(slots[block][-1]) + 1
             earlier = (params.subtree_end[:first] > first).nonzero()[:, 0]
-            plan.append((block, slots[block], torch.cat((earlier, torch.arange(first, stop)))))
-        params.cache["host"] = plan
-    return params.cache["host"]
+            keys = torch.cat((earlier, torch.arange(first, stop)))
+            mask = torch.zeros(len(slots[block]), len(keys), dtype=dtype)
+            mask.masked_fill_(~visible(slots[block], keys, params, window), float("-inf"))
+            begin = int(keys[0])
+            # Most blocks of a conversation see one run of keys: a view of it needs no copy for every layer.
+            is_run = stop - begin == len(keys)
+            plan.append(_HostBlock(block, slice(begin, stop) if is_run else keys, mask))
+        params.cache[key] = plan
+    return params.cache[key]
 
 
 def host_tree_attention(
@@ -139,12 +155,12 @@ def host_tree_attention(
     """
     query_HLD, key_GTD, value_GTD = (x.transpose(0, 1).unsqueeze(0) for x in (query_LHD, key_TGD, value_TGD))
     outputs = []
-    for block, slots, key_slots in _host_plan(params, query_LHD.shape[0]):
+    for queries, keys, mask in _host_plan(params, query_LHD.shape[0], window, query_LHD.dtype):
         output = scaled_dot_product_attention(
-            query_HLD[:, :, block],
-            key_GTD.index_select(2, key_slots),
-            value_GTD.index_select(2, key_slots),
-            attn_mask=visible(slots, key_slots, params, window),
+            query_HLD[:, :, queries],
+            key_GTD[:, :, keys],
+            value_GTD[:, :, keys],
+            attn_mask=mask,
             scale=scale,
             enable_gqa=query_LHD.shape[1] != key_TGD.shape[1],
         )
