@@ -228,16 +228,26 @@ def alone(folder) -> dict:
     return visit(0, {}, folder, None)
 
 
+class _Runs(dict):
+    """What every rank of every layout saw; the ranks of a world size start when one of its layouts is asked for."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> list[dict]:
+        world_size = next(size for size, layouts in LAYOUTS.items() if name in layouts)
+        run_ranks(run_layouts, world_size, world_size, self._folder)
+        for layout in LAYOUTS[world_size]:
+            files = [self._folder / f"{layout}-{rank}.pt" for rank in range(world_size)]
+            self[layout] = [torch.load(file, weights_only=False) for file in files]
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def seen(folder) -> dict[str, list[dict]]:
+def seen(folder) -> _Runs:
     """What every rank of every layout saw."""
-    for world_size in LAYOUTS:
-        run_ranks(run_layouts, world_size, world_size, folder)
-    return {
-        name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(world_size)]
-        for world_size, layouts in LAYOUTS.items()
-        for name in layouts
-    }
+    return _Runs(folder)
 
 
 @pytest.mark.parametrize("name", ALL)
