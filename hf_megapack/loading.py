@@ -89,6 +89,11 @@ def prepare_on_rank_zero(
 def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_size: int) -> PrefixTreeCollator:
     """Return the collator that the arguments describe.
 
+    Args:
+        processing_class: The tokenizer.
+        args: The packing options and the parallel sizes.
+        data_parallel_size: Ranks that run different rows.
+
     Raises:
         ConfigError: If an option does not fit another, or a row multiple the layout.
     """
@@ -107,6 +112,9 @@ def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_si
 
 def layout_alignment(args: MegaPackConfig) -> Alignment:
     """Return the two multiples of a row: those given, which must suit the layout, else those that the layout needs.
+
+    Args:
+        args: The parallel sizes and the two multiples.
 
     Raises:
         ConfigError: If a given multiple does not suit the layout.

@@ -157,6 +157,11 @@ def transformer_config(
 def check_sizes(config: PretrainedConfig, family: DenseFamily, layout: ParallelLayout) -> None:
     """Refuse a model that does not divide over the ranks.
 
+    Args:
+        config: transformers configuration.
+        family: Its family.
+        layout: Where this rank stands.
+
     Raises:
         ConfigError: Naming the number.
     """

@@ -20,6 +20,7 @@ from hf_megapack.megatron.host import compute_device, host_device
 from hf_megapack.megatron.loss import LossTerms
 from hf_megapack.megatron.model import TreeGPTModel
 from hf_megapack.megatron.parallel import ParallelLayout
+from hf_megapack.packing import RankLayout
 
 
 def _on_device(array: np.ndarray) -> torch.Tensor:
@@ -121,11 +122,20 @@ def run_batch(model: ModelChunks, batch: PackedBatch, layout: ParallelLayout, *,
         The update's result, the same on every rank.
 
     Raises:
-        DataError: If the schedule is for another number of data-parallel ranks, or nothing in the update is learned.
+        DataError: If the schedule is for other data- or pipeline-parallel sizes, a row cannot be shared, or nothing in
+            the update is learned.
     """
     num_ranks, num_microbatches = batch.schedule.row_index.shape
     if num_ranks != layout.data_size:
         raise DataError(f"The update is scheduled for {num_ranks} data-parallel ranks; there are {layout.data_size}.")
+    needed = RankLayout(
+        pipeline_parallel_size=layout.pipeline_size, virtual_pipeline_parallel_size=layout.num_chunks
+    ).num_local_microbatches(num_microbatches)
+    if num_microbatches != needed:
+        raise DataError(
+            f"{num_microbatches} microbatches cannot be run by an interleaved pipeline of {layout.pipeline_size} "
+            f"stages, which takes {needed}; pack for the pipeline's sizes, which MegaPackTrainer's own collator does."
+        )
     if batch.num_loss_tokens < 1:
         raise DataError("The update has no loss-bearing token. Supervise at least one token of its examples.")
     model.train(wants_grad)

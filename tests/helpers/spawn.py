@@ -1,4 +1,4 @@
-"""Several ranks on this machine, as a launcher starts them: gloo on a free port, one thread each."""
+"""Several ranks on this machine, as a launcher starts them: one thread each; gloo, or NCCL with a GPU each."""
 
 import multiprocessing
 import os
@@ -24,8 +24,14 @@ def _be_rank(function: Callable, rank: int, world_size: int, port: int, args: tu
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(rank)
+        torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "nccl" if has_gpu else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+        )
         function(rank, *args)
     except BaseException:
         traceback.print_exc()
@@ -47,8 +53,10 @@ def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float
     Raises:
         AssertionError: If a rank failed or time ran out; the ranks have printed why.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    # CUDA does not outlive a fork.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(_PRELOADED)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
