@@ -240,6 +240,10 @@ class ChatTemplate:
         start = self._answer_start(conversation, text, turn, row)
         if start is None:
             self._refuse_changed_text(conversation, text, turn, row)
+        return self._answer_span(conversation, text, turn, row, start)
+
+    def _answer_span(self, conversation: Conversation, text: str, turn: int, row: int, start: int) -> Span:
+        """Return the span of an answer that begins at `start`."""
         end = len(text)
         if turn + 1 < len(conversation.messages):
             end = self._turn_end(conversation, text, turn, row)
@@ -311,9 +315,10 @@ class ChatTemplate:
             self._check_every_turn_found([turn], cropped, row)
             return text, cropped[turn]
         text = self._renderer.render(context, row)
-        if self._answer_start(context, text, turn, row) is None:
+        start = self._answer_start(context, text, turn, row)
+        if start is None:
             return self._join_prompt_and_answer(context, text, row)
-        return text, [self._prefix_span(context, text, turn, row)]
+        return text, [self._answer_span(context, text, turn, row, start)]
 
     def _join_prompt_and_answer(self, context: Conversation, text: str, row: int) -> tuple[str, list[Span]]:
         """Put the answer behind the generation prompt, for templates that change earlier text once the answer is there.
