@@ -1,5 +1,6 @@
 """What MegaPackTrainer checks about its arguments before any data is read or any weight is loaded."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +18,8 @@ from hf_megapack.errors import ConfigError
 from hf_megapack.guard import check_optimizer_class
 from hf_megapack.weights.adapter import check_lora_config, lora_spec
 from hf_megapack.weights.export import read_peft_adapter
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_arguments(**arguments: Any) -> None:
@@ -64,6 +67,10 @@ def check_args(args: MegaPackConfig) -> MegaPackConfig:
         )
     if args.n_gpu > 1:
         # A notebook without a launcher uses one GPU: the HF Trainer would split batches over all that it sees.
+        logger.warning(
+            f"{args.n_gpu} GPUs are visible, and this one process uses the first. Start one process for each with "
+            "torchrun, accelerate launch or accelerate's notebook_launcher to use them all."
+        )
         args._n_gpu = 1
     return args
 

@@ -52,12 +52,16 @@ class MegaPackTrainer(Trainer):
         train_dataset: Rows with messages (and tools), with prompt and completion, or with input_ids and labels.
         eval_dataset: The same, or a dict of several.
         processing_class: The tokenizer, with its chat template; None takes the one beside the model.
+        compute_loss_func: Refused by name; in TRL's place.
+        compute_metrics: Refused likewise.
         callbacks: As for the HF Trainer.
         optimizers: As for the HF Trainer; the optimizer must hold exactly the adapter's factors.
         optimizer_cls_and_kwargs: As for the HF Trainer, elementwise optimizers only.
+        preprocess_logits_for_metrics: Refused likewise.
+        quantization_config: Refused likewise.
         peft_config: peft's LoraConfig with transformers' module names; not given when `model` is an adapter folder.
-        other: compute_loss_func, compute_metrics, preprocess_logits_for_metrics, quantization_config and
-            formatting_func keep TRL's places but are refused by name, as are names of TRL's configuration.
+        formatting_func: Refused likewise.
+        **other: Refused by name: arguments of other trainers, and fields of TRL's configuration.
 
     Attributes:
         backend: The door to the model: `backend.parameters` are the adapter's factors.

@@ -8,6 +8,7 @@ import pytest
 import transformers
 from transformers import HfArgumentParser, TrainingArguments
 
+from hf_megapack import checks
 from hf_megapack.arguments import TRAINER_ARGUMENTS, TRAINING_ARGUMENTS, TRL_NAMES
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.errors import ConfigError
@@ -153,3 +154,11 @@ def test_the_command_line_reads_own_fields(tmp_path):
     line = ["--output_dir", str(tmp_path), "--use_cpu", "--assistant_mask", "last", "--packed_sequence_length", "512"]
     (config,) = HfArgumentParser(MegaPackConfig).parse_args_into_dataclasses(line)
     assert (config.assistant_mask, config.packed_sequence_length, config.bf16) == ("last", 512, False)
+
+
+def test_one_process_uses_one_of_several_gpus_and_says_so(make, caplog):
+    args = make()
+    args._n_gpu = 3
+    checks.check_args(args)
+    assert args.n_gpu == 1
+    assert "3 GPUs are visible" in caplog.text

@@ -107,6 +107,10 @@ def _as_arrays(encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
 def common_length(first: str, second: str) -> int:
     """Return how many leading characters two texts share.
 
+    Args:
+        first: One text.
+        second: The other.
+
     Example:
         >>> common_length("abc", "abd")
         2

@@ -104,7 +104,7 @@ def preview(
         max_characters: Most characters of text between two changes of colour; the middle of longer text is left out.
             None shows everything.
         row_index: Its position in the dataset.
-        options: Those of `ChatTransform`, such as `assistant_mask` and `max_length`.
+        **options: Those of `ChatTransform`, such as `assistant_mask` and `max_length`.
 
     Returns:
         An object that shows itself in a notebook and when printed.

@@ -261,7 +261,16 @@ class TreeAttention(torch.nn.Module):
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.window = config.tree_windows[layer_number - 1]
 
-    def forward(self, query_LBHD, key_LBGD, value_LBGD, attention_mask, *, packed_seq_params, **_unused):
+    def forward(
+        self,
+        query_LBHD: torch.Tensor,
+        key_LBGD: torch.Tensor,
+        value_LBGD: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: TreeParams,
+        **_unused: object,
+    ) -> torch.Tensor:
         """Attend within one row.
 
         Args:
@@ -269,7 +278,8 @@ class TreeAttention(torch.nn.Module):
             key_LBGD: Shape (L, 1, G, D).
             value_LBGD: Shape (L, 1, G, D).
             attention_mask: Unused; Megatron-Core passes it to every core attention.
-            packed_seq_params: The row, a `TreeParams`.
+            packed_seq_params: The row.
+            **_unused: What Megatron-Core passes besides.
 
         Returns:
             Shape (L, 1, H * D).

@@ -66,6 +66,9 @@ class CheckpointReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's full shape.
 
+        Args:
+            name: Hugging Face name.
+
         Raises:
             BackendError: If the checkpoint lacks it.
         """
@@ -79,6 +82,12 @@ class CheckpointReader:
 
     def read(self, name: str, dim: int | None = None, part: int = 0, num_parts: int = 1) -> torch.Tensor:
         """Return part `part` of `num_parts` equal parts of a tensor along `dim`, or all of it when `dim` is None.
+
+        Args:
+            name: Hugging Face name.
+            dim: Dimension to cut, 0 or 1.
+            part: Which part.
+            num_parts: Number of parts.
 
         Raises:
             BackendError: If the checkpoint lacks it or its size does not divide.
@@ -103,6 +112,9 @@ class CheckpointReader:
 @contextmanager
 def open_checkpoint(folder: Path) -> Iterator[CheckpointReader]:
     """Open every safetensors file of a folder for reading slices.
+
+    Args:
+        folder: Folder with one file, or with several and their index.
 
     Raises:
         ConfigError: If the index names a file that is not there.

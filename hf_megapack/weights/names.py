@@ -49,6 +49,9 @@ class HeadLayout:
 def module_of(tensor_name: str) -> str:
     """Return the module path of a parameter name.
 
+    Args:
+        tensor_name: Dotted name.
+
     Example:
         >>> module_of("model.layers.0.self_attn.q_proj.weight")
         'model.layers.0.self_attn.q_proj'

@@ -13,6 +13,9 @@ FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN
 def family_of(config: PretrainedConfig) -> DenseFamily:
     """Return the family of a transformers configuration.
 
+    Args:
+        config: transformers configuration.
+
     Raises:
         ConfigError: If the model type is unknown, or the checkpoint is quantised.
     """

@@ -44,6 +44,9 @@ class DenseFamily:
     def check(self, config: PretrainedConfig) -> None:
         """Refuse what would not compute the same model.
 
+        Args:
+            config: transformers configuration.
+
         Raises:
             ConfigError: For an activation other than SiLU, a dropout in attention, an unknown kind of layer, a window
                 that is not set, or a rotary scaling that packing cannot reproduce.
@@ -123,6 +126,9 @@ class DenseFamily:
 
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:
     """Return each layer's window from `layer_types` and `sliding_window`.
+
+    Args:
+        config: transformers configuration.
 
     Raises:
         ConfigError: If a layer is sliding but no window is set.
