@@ -1,10 +1,13 @@
 """Packing on real conversations: sharing, milliseconds, growth and drift, beside ART's planner.
 
-    python benchmarks/packing.py
+    python benchmarks/packing.py --data FOLDER
 
-The data are the four files that shared/data/unpack writes; the reference's figures are those of shared/data/SOURCES.md,
-measured on a comparable two-core machine. Tokens come from the Qwen2.5 tokenizer and its training template and are kept
-in a temporary folder, so that only the first run renders. Rows hold 32,768 tokens; one call of the collator is timed,
+FOLDER holds tau_airline.jsonl (historical trajectories of sierra-research/tau-bench), bfcl_multi_turn.jsonl (multi_turn_base
+of the PyPI package bfcl-eval, its ground-truth calls executed), mtbench101.jsonl (mtbench101/mt-bench-101) and
+gsm8k_solutions.jsonl (example_model_solutions of openai/grade-school-math), each a row of `messages` (and `tools`) per
+conversation; tokenizers/qwen2.5; and templates/qwen2_5_training.jinja (TRL's). The reference's figures are those of OpenPipe
+ART 0.5.23's planner on a comparable two-core machine. Tokens are kept in a temporary folder, so that only the first run
+renders. Rows hold 32,768 tokens; one call of the collator is timed,
 planning and layout, on numpy examples.
 """
 
@@ -295,7 +298,9 @@ def describe_machine() -> str:
 def main() -> None:
     """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", type=Path, default=Path("~/.cache/hf_megapack-data"), help="what unpack wrote")
+    parser.add_argument(
+        "--data", type=Path, default=Path("~/.cache/hf_megapack-data"), help="folder with the data described above"
+    )
     options = parser.parse_args()
     folder = options.data.expanduser()
     keys = {*REFERENCE, *WHOLE_SETS, ("mtbench", "all")}
