@@ -6,8 +6,8 @@ FOLDER holds tau_airline.jsonl (historical trajectories of sierra-research/tau-b
 (multi_turn_base of the PyPI package bfcl-eval, its ground-truth calls executed), mtbench101.jsonl
 (mtbench101/mt-bench-101) and gsm8k_solutions.jsonl (example_model_solutions of openai/grade-school-math), each a row of
 `messages` (and `tools`) per conversation; tokenizers/qwen2.5; and templates/qwen2_5_training.jinja, which is TRL's.
-The reference's figures are those of OpenPipe ART 0.5.23's planner on a comparable two-core machine. Tokens are kept in a
-temporary folder, so that only the first run renders. Rows hold 32,768 tokens; one call of the collator is timed,
+The reference's figures are those of OpenPipe ART 0.5.23's planner on a comparable two-core machine. Tokens are kept in
+a temporary folder, so that only the first run renders. Rows hold 32,768 tokens; one call of the collator is timed,
 planning and layout, on numpy examples.
 """
 
