@@ -72,7 +72,9 @@ def render() -> str:
         parts.append(f"## {group[0].upper()}{group[1:]}\n\n| field | values | default | |\n|---|---|---|---|")
         for field in fields:
             text = field.metadata["help"].replace("|", "\\|")
-            parts.append(f"| `{field.name}` | {type_text(field.type)} | `{field.default}` | {text} |")
+            # Not field.type: HfArgumentParser takes the None out of it, and a test may have built one.
+            values = type_text(MegaPackConfig.__annotations__[field.name])
+            parts.append(f"| `{field.name}` | {values} | `{field.default}` | {text} |")
         parts.append("")
     parts.append("## Inherited from TrainingArguments")
     for mark, heading in INHERITED.items():
