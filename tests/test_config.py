@@ -107,7 +107,7 @@ def test_trl_fields_are_ours_or_explained():
         ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size=2 .*pipeline_parallel_size=1"),
         ({"expert_parallel_size": 2}, "expert_parallel_size=2 is not supported yet; it must be 1"),
         ({"sequence_parallel": True}, "sequence_parallel=True .*tensor_parallel_size=1"),
-        ({"fp8": "blockwise"}, "fp8='blockwise' is not supported yet"),
+        ({"fp8": "blockwise"}, "fp8='blockwise' replaces matrix products in bf16"),
         ({"group_by_prefix": True, "packing_strategy": "ffd"}, "group_by_prefix=True .*packing_strategy='ffd'"),
         ({"group_by_prefix": True, "train_sampling_strategy": "sequential"}, "group_by_prefix=True .*'sequential'"),
         ({"attention": "thd"}, "attention='thd' is not supported yet"),

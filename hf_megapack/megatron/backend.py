@@ -16,9 +16,18 @@ from hf_megapack.batch import PackedBatch, PackedRow, StepResult
 from hf_megapack.errors import BackendError, ExportError
 from hf_megapack.megatron.families import family_of
 from hf_megapack.megatron.host import compute_device, host_device
-from hf_megapack.megatron.lora import attach_lora, factor_keys, initialize_lora, linear_rules, lora_parameters
-from hf_megapack.megatron.model import build_model, whole_model_rules
+from hf_megapack.megatron.lora import (
+    attach_lora,
+    collect_gradients,
+    factor_keys,
+    initialize_lora,
+    linear_rules,
+    lora_parameters,
+    stack_factors,
+)
+from hf_megapack.megatron.model import ModelOptions, build_model, whole_model_rules
 from hf_megapack.megatron.parallel import initialize_parallel
+from hf_megapack.megatron.recompute import RecomputePolicy
 from hf_megapack.megatron.shards import gather_full, take_shard
 from hf_megapack.megatron.step import forward_row, microbatch, reduce_gradients, run_batch
 from hf_megapack.weights.adapter import resolve_lora
@@ -69,9 +78,10 @@ class MegatronBackend:
             folder=checkpoint_folder(self.base_model_name) if self.base_model_name is not None else None,
             layout=self.layout,
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
-            recompute=args.recompute == "full",
+            options=ModelOptions(recompute=args.recompute, fp8=args.fp8),
             seed=args.seed,
         )
+        self._recompute = RecomputePolicy(args.recompute, self.model[0].config, self.layout)
         attach_lora(self.model, rules, specs, heads, self.layout)
         initialize_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
         self._all_keys = frozenset(factor_keys(rules, specs))
@@ -119,13 +129,18 @@ class MegatronBackend:
         """
         for parameter in self.parameters.values():
             parameter.grad = None
-        result = run_batch(self.model, batch, self.layout, wants_grad=True)
+        result = self._run(batch, wants_grad=True)
+        collect_gradients(self.model)
         reduce_gradients(self.parameters, self._split_dims, self.layout)
         return result
 
     def eval_step(self, batch: PackedBatch) -> StepResult:
         """Compute the loss of an update without gradients; arguments, result and errors as `run_step`."""
-        return run_batch(self.model, batch, self.layout, wants_grad=False)
+        return self._run(batch, wants_grad=False)
+
+    def _run(self, batch: PackedBatch, *, wants_grad: bool) -> StepResult:
+        stack_factors(self.model, wants_grad=wants_grad)
+        return run_batch(self.model, batch, self.layout, self._recompute if wants_grad else None)
 
     def logits(self, row: PackedRow) -> torch.Tensor:
         """Return the logits of every slot of a row, to look at or compare. A collective of the tensor-parallel ranks.
@@ -143,6 +158,7 @@ class MegatronBackend:
         if layout.pipeline_size * layout.context_size > 1:
             raise BackendError("logits needs pipeline_parallel_size=1 and context_parallel_size=1.")
         self.model.eval()
+        stack_factors(self.model, wants_grad=False)
         with host_device(), torch.no_grad():
             inputs = microbatch(row, layout, num_loss_tokens=1, is_dummy=False, wants_logits=True)
             local = forward_row(self.model[0], *inputs)

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_megapack.errors import ConfigError
-from hf_megapack.megatron.rotary import rotary_angles, rotary_frequencies
+from hf_megapack.megatron.rotary import rotary_frequencies, rotation
 from tests.helpers.reference_model import CONFIGS
 
 
@@ -15,11 +15,12 @@ def test_cosine_and_sine_equal_those_of_transformers(name):
     config = CONFIGS[name]()
     frequencies, factor = rotary_frequencies(config, config.head_dim)
     positions = torch.tensor([0, 1, 2, 700, 3, 4095])
-    angles = rotary_angles(positions, frequencies)
+    ours = rotation(positions, frequencies)
     cosine, sine = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    assert angles.shape == (6, 1, 1, config.head_dim)
-    assert torch.equal(angles.cos()[:, 0, 0] * factor, cosine[0])
-    assert torch.equal(angles.sin()[:, 0, 0] * factor, sine[0])
+    assert ours.shape == (2, 6, 1, config.head_dim // 2)
+    # transformers repeats each half.
+    assert torch.equal(torch.cat([ours[0, :, 0]] * 2, dim=-1) * factor, cosine[0])
+    assert torch.equal(torch.cat([ours[1, :, 0]] * 2, dim=-1) * factor, sine[0])
 
 
 @pytest.mark.parametrize(

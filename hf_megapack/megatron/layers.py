@@ -1,0 +1,121 @@
+"""What stands in Megatron-Core's layer spec: our norms, attention and MLP around its linears.
+
+Megatron-Core's own attention and MLP serve inference, other activations and other position embeddings as well; these
+hold only what training a frozen decoder on packed rows needs, so every tensor that the backward pass keeps is in view.
+"""
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from hf_megapack.megatron.attention import TreeAttention, TreeParams
+from hf_megapack.megatron.families import DenseFamily
+from hf_megapack.megatron.pointwise import normalise, split_heads, swiglu
+
+
+class FrozenRMSNorm(torch.nn.RMSNorm):
+    """An RMS norm with Megatron-Core's constructor.
+
+    With sequence parallelism each rank normalises its own slots, which is exact; only a trainable weight would need its
+    gradient summed, so Megatron-Core's own wrapper refuses.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
+        super().__init__(hidden_size, eps=eps)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last dimension."""
+        return normalise(hidden, self.weight, self.eps)
+
+
+class TreeSelfAttention(SelfAttention):
+    """Megatron-Core's self-attention with heads split, normalised and rotated in one pass."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: TreeParams,
+        **_unused: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within one row.
+
+        Args:
+            hidden_states: Normalised, shape (T, 1, D); this rank's slots where sequences are split.
+            attention_mask: Unused; the row's tree is in `packed_seq_params`.
+            rotary_pos_emb: From `rotary.rotation`.
+            packed_seq_params: The row.
+            **_unused: What Megatron-Core passes besides, for inference.
+
+        Returns:
+            Output of shape (T, 1, D), and the bias that the output projection leaves to the caller.
+        """
+        mixed, _ = self.linear_qkv(hidden_states)
+        query_THD, key_TGD, value_TGD = split_heads(
+            mixed.squeeze(1),
+            rotary_pos_emb,
+            getattr(self.q_layernorm, "weight", None),
+            getattr(self.k_layernorm, "weight", None),
+            self.num_query_groups_per_partition,
+            self.hidden_size_per_attention_head,
+            self.config.layernorm_epsilon,
+        )
+        output = self.core_attention(query_THD, key_TGD, value_TGD, packed_seq_params)
+        return self.linear_proj(output.unsqueeze(1))
+
+
+class TreeMLP(MLP):
+    """Megatron-Core's MLP with SwiGLU in one pass, whose result the backward pass can compute again.
+
+    Attributes:
+        recompute_activation: Whether it does.
+    """
+
+    recompute_activation = False
+
+    def forward(self, hidden_states: torch.Tensor, **_unused: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the MLP's output and the bias that its last linear leaves to the caller.
+
+        Args:
+            hidden_states: Normalised, shape (T, 1, D).
+            **_unused: What Megatron-Core passes besides, for inference.
+        """
+        gate_up, bias = self.linear_fc1(hidden_states)
+        if bias is not None:
+            gate_up = gate_up + bias
+        if not self.recompute_activation:
+            return self.linear_fc2(swiglu(gate_up))
+        checkpoint = CheckpointWithoutOutput()
+        output, bias = self.linear_fc2(checkpoint.checkpoint(swiglu, gate_up))
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, bias
+
+
+def layer_spec(family: DenseFamily, *, fp8: bool) -> ModuleSpec:
+    """Return the spec of one layer.
+
+    Args:
+        family: The model's family.
+        fp8: Whether linears are Transformer Engine's, which have FP8 products. Otherwise they are Megatron-Core's own:
+            with frozen weights both compute the same two products, and `LoraLinear` joins its own to the latter.
+    """
+    spec = get_gpt_layer_local_spec(qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = FrozenRMSNorm
+    layer.self_attention.module, layer.mlp.module = TreeSelfAttention, TreeMLP
+    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    attention.core_attention = TreeAttention
+    if family.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = FrozenRMSNorm
+    if fp8:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        attention.linear_qkv, attention.linear_proj = TEColumnParallelLinear, TERowParallelLinear
+        mlp.linear_fc1, mlp.linear_fc2 = TEColumnParallelLinear, TERowParallelLinear
+    return spec
