@@ -18,7 +18,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_megapack.megatron.context import ContextShare, gather_keys_and_values
-from hf_megapack.megatron.pointwise import allow_compilations
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
 
 # Long enough that a block is a good matrix product, short enough that few keys are read for nothing.
@@ -26,7 +25,7 @@ HOST_BLOCK = 256
 FLEX_BLOCK = 128
 FLASH_HEAD_SIZES = (64, 128)
 # Lengths, gradient modes and windows that one process may meet.
-MAX_FLASH_COMPILATIONS = 512
+MAX_COMPILATIONS = 1024
 
 
 @dataclass
@@ -216,12 +215,15 @@ def tree_block_mask(params: TreeParams, num_queries: int, num_slots: int, *, win
     if window is not None:
         whole = torch.zeros_like(whole)
     partial = some & ~whole
-    params.cache[key] = BlockMask.from_kv_blocks(
+    # Both directions at once: BlockMask would derive the second with many small kernels.
+    params.cache[key] = BlockMask(
+        (num_queries, num_slots),
         *_counts_and_indices(partial),
         *_counts_and_indices(whole),
-        BLOCK_SIZE=FLEX_BLOCK,
+        *_counts_and_indices(partial.T),
+        *_counts_and_indices(whole.T),
+        BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
         mask_mod=mask_mod,
-        seq_lengths=(num_queries, num_slots),
     )
     return params.cache[key]
 
@@ -241,7 +243,10 @@ def _counts_and_indices(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def _compiled_flex_attention(dynamic: bool):
     from torch.nn.attention.flex_attention import flex_attention
 
-    allow_compilations(MAX_FLASH_COMPILATIONS)
+    limits = torch._dynamo.config
+    # Past its limits torch.compile runs the function eagerly, which needs memory for every pair of slots.
+    limits.recompile_limit = max(limits.recompile_limit, MAX_COMPILATIONS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MAX_COMPILATIONS)
     return torch.compile(flex_attention, dynamic=dynamic)
 
 

@@ -4,17 +4,20 @@ Megatron-Core's own attention and MLP serve inference, other activations and oth
 hold only what training a frozen decoder on packed rows needs, so every tensor that the backward pass keeps is in view.
 """
 
+import functools
+
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from hf_megapack.kernels.pointwise import HeadNorm, split_heads, swiglu
 from hf_megapack.megatron.attention import TreeAttention, TreeParams
 from hf_megapack.megatron.families import DenseFamily
-from hf_megapack.megatron.pointwise import normalise, split_heads, swiglu
 
 
 class FrozenRMSNorm(torch.nn.RMSNorm):
@@ -26,10 +29,6 @@ class FrozenRMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
         super().__init__(hidden_size, eps=eps)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise over the last dimension."""
-        return normalise(hidden, self.weight, self.eps)
 
 
 class TreeSelfAttention(SelfAttention):
@@ -57,14 +56,15 @@ class TreeSelfAttention(SelfAttention):
             Output of shape (T, 1, D), and the bias that the output projection leaves to the caller.
         """
         mixed, _ = self.linear_qkv(hidden_states)
+        norm = None
+        if self.config.qk_layernorm:
+            norm = HeadNorm(self.q_layernorm.weight, self.k_layernorm.weight, self.config.layernorm_epsilon)
         query_THD, key_TGD, value_TGD = split_heads(
             mixed.squeeze(1),
             rotary_pos_emb,
-            getattr(self.q_layernorm, "weight", None),
-            getattr(self.k_layernorm, "weight", None),
-            self.num_query_groups_per_partition,
-            self.hidden_size_per_attention_head,
-            self.config.layernorm_epsilon,
+            norm,
+            num_groups=self.num_query_groups_per_partition,
+            head_dim=self.hidden_size_per_attention_head,
         )
         output = self.core_attention(query_THD, key_TGD, value_TGD, packed_seq_params)
         return self.linear_proj(output.unsqueeze(1))
@@ -106,16 +106,22 @@ def layer_spec(family: DenseFamily, *, fp8: bool) -> ModuleSpec:
             with frozen weights both compute the same two products, and `LoraLinear` joins its own to the latter.
     """
     spec = get_gpt_layer_local_spec(qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = FrozenRMSNorm
-    layer.self_attention.module, layer.mlp.module = TreeSelfAttention, TreeMLP
-    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
-    attention.core_attention = TreeAttention
-    if family.has_qk_norm:
-        attention.q_layernorm = attention.k_layernorm = FrozenRMSNorm
+    layer, column, row = spec.submodules, ColumnParallelLinear, RowParallelLinear
     if fp8:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-        attention.linear_qkv, attention.linear_proj = TEColumnParallelLinear, TERowParallelLinear
-        mlp.linear_fc1, mlp.linear_fc2 = TEColumnParallelLinear, TERowParallelLinear
+        column, row = TEColumnParallelLinear, TERowParallelLinear
+    layer.input_layernorm = layer.pre_mlp_layernorm = FrozenRMSNorm
+    layer.self_attention.module = TreeSelfAttention
+    attention = layer.self_attention.submodules
+    attention.linear_qkv, attention.core_attention, attention.linear_proj = column, TreeAttention, row
+    if family.has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = FrozenRMSNorm
+    layer.mlp = _mlp_spec(MLPSubmodules(linear_fc1=column, linear_fc2=row))
     return spec
+
+
+def _mlp_spec(submodules: MLPSubmodules) -> ModuleSpec | functools.partial:
+    # megatron-core 0.19 builds an MLP by a class method, 0.16 by the spec alone; one is left when 0.16 is dropped.
+    build = getattr(TreeMLP, "as_mlp_submodule", None)
+    return functools.partial(build, submodules=submodules) if build else ModuleSpec(TreeMLP, submodules=submodules)

@@ -20,8 +20,8 @@ class StackedFactors(NamedTuple):
         b_OR: The scaled B of every projection, each in the rows of its outputs and the columns of its rank, else zero.
     """
 
-    a_RI: torch.Tensor  # noqa: N815
-    b_OR: torch.Tensor  # noqa: N815
+    a_RI: torch.Tensor
+    b_OR: torch.Tensor
 
 
 def full_precision_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def rotation(position_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Ten
         frequencies: Inverse frequencies in radians per position. float32, shape (F,).
 
     Returns:
-        float32, shape (2, T, 1, F): what `pointwise.split_heads` takes.
+        float32, shape (2, T, 1, F): what `kernels.pointwise.split_heads` takes.
     """
     angles = position_ids.float()[:, None, None] * frequencies
     return torch.stack((angles.cos(), angles.sin()))
