@@ -172,15 +172,10 @@ def emit(line: dict) -> None:
 
 
 def force_backend(backend: str) -> None:
-    """Make FlexAttention use one kind of kernel, whatever its caller asks for."""
-    from torch.nn.attention import flex_attention as module
+    """Make tree attention use one kind of kernel, whatever it would choose."""
+    from hf_megapack.megatron import attention
 
-    original = module.flex_attention
-
-    def forced(*args, kernel_options=None, **kwargs):
-        return original(*args, kernel_options={**(kernel_options or {}), "BACKEND": backend}, **kwargs)
-
-    module.flex_attention = forced
+    attention.flex_backend = lambda query: backend
 
 
 def tree_inputs(row: PackedRow, heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> tuple:
@@ -222,7 +217,7 @@ def time_mask(params: object, num_slots: int, window: int | None) -> float:
         params.cache.clear()
         workload.synchronize()
         began = time.perf_counter()
-        tree_block_mask(params, num_slots, window)
+        tree_block_mask(params, num_slots, num_slots, window=window)
         workload.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times[2:])
