@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -301,7 +301,7 @@ def run_tree(backend: str, options: argparse.Namespace, device: torch.device, dt
             first = time.perf_counter() - began
             times = time_both(once, inputs)
             mask = time_mask(params, row.input_ids.size, case.window)
-        except Exception as error:  # noqa: BLE001 - the next case may work
+        except Exception as error:
             print(f"{case.name}: {type(error).__name__}: {str(error).strip()[:300]}", flush=True)
             continue
         pairs, slots = count_pairs(row, case.window), row.input_ids.size
@@ -355,7 +355,7 @@ def run_dense(options: argparse.Namespace, device: torch.device, dtype: torch.dt
                 ]
                 try:
                     times = time_both(lambda attend=attend, inputs=inputs: attend(*inputs), inputs)
-                except Exception as error:  # noqa: BLE001 - another kernel or repeated heads may work
+                except Exception as error:
                     print(f"{name}, {case.name}: {type(error).__name__}: {str(error).strip()[:200]}", flush=True)
                     continue
                 label = name if groups == case.heads[1] else f"{name}, heads repeated"

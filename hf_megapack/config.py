@@ -163,7 +163,10 @@ class MegaPackConfig(TrainingArguments):
         self._resolve_recompute()
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
+        # transformers would ask accelerate, through the environment, to compile its own model.
+        torch_compile, self.torch_compile = self.torch_compile, False
         super().__post_init__()
+        self.torch_compile = torch_compile
         self._check_combinations()
 
     def _refuse_arguments(self) -> None:
@@ -239,6 +242,11 @@ class MegaPackConfig(TrainingArguments):
             raise ConfigError(
                 f"optim={self.optim.value!r} is not supported: only optimizers that treat every element alike update "
                 f"shards of a matrix correctly. Allowed: {', '.join(ELEMENTWISE_OPTIMIZERS)}."
+            )
+        if self.torch_compile and self.recompute == "selective":
+            raise ConfigError(
+                "torch_compile=True lets the compiler choose what a layer keeps; recompute='selective' chooses by "
+                "hand. Use recompute='auto', 'full' or 'off' with it, or leave torch_compile out."
             )
         if self.fp8 is not None and not self.bf16:
             raise ConfigError(

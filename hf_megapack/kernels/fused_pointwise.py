@@ -12,7 +12,7 @@ from hf_megapack.kernels.pointwise import HeadNorm
 
 # Elements that one program of the activation handles, and heads that one program of the rotation handles.
 SWIGLU_BLOCK = 1024
-HEADS_BLOCK = 8
+HEADS_BLOCK = 16
 
 
 @triton.jit

@@ -220,8 +220,8 @@ def tree_block_mask(params: TreeParams, num_queries: int, num_slots: int, *, win
         (num_queries, num_slots),
         *_counts_and_indices(partial),
         *_counts_and_indices(whole),
-        *_counts_and_indices(partial.T),
-        *_counts_and_indices(whole.T),
+        *_counts_and_indices(partial.T.contiguous()),
+        *_counts_and_indices(whole.T.contiguous()),
         BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
         mask_mod=mask_mod,
     )
@@ -239,14 +239,21 @@ def _counts_and_indices(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return counts[None, None], indices[None, None]
 
 
+def allow_compilations() -> None:
+    """Raise the number of versions of one function that torch.compile keeps.
+
+    Past its limit it runs the function eagerly, and eager FlexAttention needs memory for every pair of slots.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, MAX_COMPILATIONS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MAX_COMPILATIONS)
+
+
 @functools.cache
 def _compiled_flex_attention(dynamic: bool):
     from torch.nn.attention.flex_attention import flex_attention
 
-    limits = torch._dynamo.config
-    # Past its limits torch.compile runs the function eagerly, which needs memory for every pair of slots.
-    limits.recompile_limit = max(limits.recompile_limit, MAX_COMPILATIONS)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MAX_COMPILATIONS)
+    allow_compilations()
     return torch.compile(flex_attention, dynamic=dynamic)
 
 
@@ -337,6 +344,8 @@ class TreeAttention(torch.nn.Module):
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.window = config.tree_windows[layer_number - 1]
 
+    # FlexAttention is compiled by itself, with shapes of its own.
+    @torch.compiler.disable
     def forward(
         self, query_LHD: torch.Tensor, key_LGD: torch.Tensor, value_LGD: torch.Tensor, params: TreeParams
     ) -> torch.Tensor:

@@ -25,7 +25,7 @@ from hf_megapack.megatron.lora import (
     lora_parameters,
     stack_factors,
 )
-from hf_megapack.megatron.model import ModelOptions, build_model, whole_model_rules
+from hf_megapack.megatron.model import ModelOptions, build_model, compile_layers, whole_model_rules
 from hf_megapack.megatron.parallel import initialize_parallel
 from hf_megapack.megatron.recompute import RecomputePolicy
 from hf_megapack.megatron.shards import gather_full, take_shard
@@ -81,9 +81,13 @@ class MegatronBackend:
             options=ModelOptions(recompute=args.recompute, fp8=args.fp8),
             seed=args.seed,
         )
-        self._recompute = RecomputePolicy(args.recompute, self.model[0].config, self.layout)
+        self._recompute = RecomputePolicy(
+            args.recompute, self.model[0].config, self.layout, is_compiled=args.torch_compile
+        )
         attach_lora(self.model, rules, specs, heads, self.layout)
         initialize_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
+        if args.torch_compile:
+            compile_layers(self.model)
         self._all_keys = frozenset(factor_keys(rules, specs))
         factors = list(lora_parameters(self.model, rules))
         self.parameters = {key: parameter for key, parameter, _ in factors}

@@ -9,7 +9,6 @@ import functools
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hf_megapack.kernels.pointwise import HeadNorm, split_heads, swiglu
 from hf_megapack.megatron.attention import TreeAttention, TreeParams
 from hf_megapack.megatron.families import DenseFamily
+from hf_megapack.megatron.lora_products import Origin, keep_origin
 
 
 class FrozenRMSNorm(torch.nn.RMSNorm):
@@ -25,10 +25,20 @@ class FrozenRMSNorm(torch.nn.RMSNorm):
 
     With sequence parallelism each rank normalises its own slots, which is exact; only a trainable weight would need its
     gradient summed, so Megatron-Core's own wrapper refuses.
+
+    Attributes:
+        is_recomputed: Whether the backward pass of what reads the result makes it again instead of keeping it.
     """
+
+    is_recomputed = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
         super().__init__(hidden_size, eps=eps)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise over the last dimension."""
+        output = super().forward(hidden)
+        return keep_origin(output, Origin(super().forward, hidden)) if self.is_recomputed else output
 
 
 class TreeSelfAttention(SelfAttention):
@@ -71,13 +81,13 @@ class TreeSelfAttention(SelfAttention):
 
 
 class TreeMLP(MLP):
-    """Megatron-Core's MLP with SwiGLU in one pass, whose result the backward pass can compute again.
+    """Megatron-Core's MLP with SwiGLU in one pass.
 
     Attributes:
-        recompute_activation: Whether it does.
+        is_recomputed: Whether the backward pass makes the activation again instead of keeping it.
     """
 
-    recompute_activation = False
+    is_recomputed = False
 
     def forward(self, hidden_states: torch.Tensor, **_unused: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the MLP's output and the bias that its last linear leaves to the caller.
@@ -89,12 +99,8 @@ class TreeMLP(MLP):
         gate_up, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             gate_up = gate_up + bias
-        if not self.recompute_activation:
-            return self.linear_fc2(swiglu(gate_up))
-        checkpoint = CheckpointWithoutOutput()
-        output, bias = self.linear_fc2(checkpoint.checkpoint(swiglu, gate_up))
-        checkpoint.discard_output_and_register_recompute(output)
-        return output, bias
+        activation = swiglu(gate_up)
+        return self.linear_fc2(keep_origin(activation, Origin(swiglu, gate_up)) if self.is_recomputed else activation)
 
 
 def layer_spec(family: DenseFamily, *, fp8: bool) -> ModuleSpec:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from hf_megapack.errors import BackendError, ConfigError
 from hf_megapack.megatron.chunks import ModelChunks
-from hf_megapack.megatron.lora_products import FrozenLinearWithUpdate, LowRankProduct, StackedFactors
+from hf_megapack.megatron.lora_products import FrozenLinearWithUpdate, LowRankProduct, StackedFactors, origin_of
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.megatron.regions import enter_tensor_parallel, leave_tensor_parallel
 from hf_megapack.weights.adapter import LoraSpec, initial_lora_weights
@@ -147,7 +147,8 @@ class LoraLinear(torch.nn.Module):
 
     def _plain_forward(self, input_TBD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         base = self.base
-        output_NO = FrozenLinearWithUpdate.apply(input_TBD.flatten(0, -2), base.weight, *self._masters, self._stacked)
+        input_NI, origin = input_TBD.flatten(0, -2), origin_of(input_TBD)
+        output_NO = FrozenLinearWithUpdate.apply(input_NI, base.weight, *self._masters, self._stacked, origin)
         output = output_NO.unflatten(0, input_TBD.shape[:-1])
         if base.bias is None or base.skip_bias_add:
             return output, base.bias
@@ -155,11 +156,11 @@ class LoraLinear(torch.nn.Module):
 
     def _update(self, input_TBD: torch.Tensor) -> torch.Tensor:
         a, b = self._masters
-        inner = LowRankProduct.apply(input_TBD.flatten(0, -2), a, self._stacked.a_RI)
+        inner = LowRankProduct.apply(input_TBD.flatten(0, -2), a, self._stacked.a_RI, origin_of(input_TBD))
         inner_TBR = inner.unflatten(0, input_TBD.shape[:-1])
         if self._cross_ranks is not None:
             inner_TBR = self._cross_ranks(inner_TBR)
-        update = LowRankProduct.apply(inner_TBR.flatten(0, -2), b, self._stacked.b_OR)
+        update = LowRankProduct.apply(inner_TBR.flatten(0, -2), b, self._stacked.b_OR, None)
         return update.unflatten(0, inner_TBR.shape[:-1])
 
 

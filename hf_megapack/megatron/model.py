@@ -20,7 +20,7 @@ from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from hf_megapack.errors import ConfigError
-from hf_megapack.megatron.attention import TreeParams
+from hf_megapack.megatron.attention import TreeParams, allow_compilations
 from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.families import DenseFamily
 from hf_megapack.megatron.host import compute_device, has_gpu, host_device
@@ -34,6 +34,8 @@ from hf_megapack.weights.names import WeightRule, module_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +251,23 @@ def build_model(  # noqa: PLR0913 (which model, which part of it, and how)
         ignored = ("lm_head.weight",) if config.tie_word_embeddings else ()
         load_parameters(folder, rules, parameters, heads, ignored=ignored, **shard)
     return model
+
+
+def compile_layers(model: ModelChunks) -> None:
+    """Compile every layer's forward pass with torch.compile, when it first runs.
+
+    Args:
+        model: A model whose modules are final: adapters are attached.
+    """
+    allow_compilations()
+    layers = [layer for chunk in model for layer in chunk.decoder.layers]
+    for layer in layers:
+        # Rows differ in length.
+        layer.compile(dynamic=True)
+    logger.warning(
+        f"torch_compile=True: the first updates compile {len(layers)} layers, a second or more for each; those that "
+        "follow are faster."
+    )
 
 
 def _build_chunk(

@@ -76,7 +76,9 @@ class LayerMemory:
         )
 
 
-def choose(memory: LayerMemory, *, num_slots: int, num_layers: int, budget: float) -> Choice:
+def choose(
+    memory: LayerMemory, *, num_slots: int, num_layers: int, budget: float, may_be_selective: bool = True
+) -> Choice:
     """Return the cheapest choice whose activations fit.
 
     Args:
@@ -84,6 +86,7 @@ def choose(memory: LayerMemory, *, num_slots: int, num_layers: int, budget: floa
         num_slots: Slots of the row on this rank.
         num_layers: Layers of one chunk.
         budget: Bytes for the activations of one chunk.
+        may_be_selective: Whether layers can drop norms and activations alone.
 
     Returns:
         The choice; "full" in every layer if nothing fits, which then may run out of memory.
@@ -96,10 +99,11 @@ def choose(memory: LayerMemory, *, num_slots: int, num_layers: int, budget: floa
     left = budget - num_slots * memory.transient
     if num_layers * num_slots * memory.kept <= left:
         return Choice(0, False)
+    others = memory.selective if may_be_selective else memory.kept
     for num_full in range(num_layers + 1):
-        if num_slots * (num_full * memory.full + (num_layers - num_full) * memory.selective) <= left:
-            return Choice(num_full, True)
-    return Choice(num_layers, True)
+        if num_slots * (num_full * memory.full + (num_layers - num_full) * others) <= left:
+            return Choice(num_full, may_be_selective)
+    return Choice(num_layers, may_be_selective)
 
 
 class RecomputePolicy:
@@ -109,10 +113,12 @@ class RecomputePolicy:
         mode: MegaPackConfig's `recompute`.
         config: The model's configuration.
         layout: Where this rank stands.
+        is_compiled: Whether torch.compile has the layers, which then keep all or only their input.
     """
 
-    def __init__(self, mode: str, config: TransformerConfig, layout: ParallelLayout):
+    def __init__(self, mode: str, config: TransformerConfig, layout: ParallelLayout, *, is_compiled: bool = False):
         self._mode = mode
+        self._may_be_selective = not is_compiled
         self._memory = LayerMemory.of(config)
         self._layout = layout
         self._budget = float("inf")
@@ -148,16 +154,16 @@ class RecomputePolicy:
         if chunk.config.recompute_granularity == "full":
             chunk.config.recompute_num_layers = choice.num_full
         for index, layer in enumerate(layers):
-            is_selective = choice.is_selective and index >= choice.num_full
-            layer.recompute_input_layernorm = layer.recompute_pre_mlp_layernorm = is_selective
-            layer.mlp.recompute_activation = is_selective
+            for part in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.mlp):
+                part.is_recomputed = choice.is_selective and index >= choice.num_full
         if self._mode == "auto" and choice not in self._told and self._layout.rank == 0:
             self._told.add(choice)
             if choice != Choice(0, False):
+                others = "their norms and activation functions" if choice.is_selective else "nothing"
                 logger.warning(
                     f"recompute='auto': for a row of {num_slots} slots {choice.num_full} of {len(layers)} layers "
-                    f"compute all their activations again, the others their norms and activation functions; the "
-                    f"activations may take {self._budget / 2**30:.1f} GiB."
+                    f"compute all their activations again, the others {others}; the activations may take "
+                    f"{self._budget / 2**30:.1f} GiB."
                 )
         return choice
 
@@ -168,4 +174,10 @@ class RecomputePolicy:
             return Choice(0, True)
         if self._mode == "off" or self._budget == float("inf"):
             return Choice(0, False)
-        return choose(self._memory, num_slots=num_slots, num_layers=num_layers, budget=self._budget)
+        return choose(
+            self._memory,
+            num_slots=num_slots,
+            num_layers=num_layers,
+            budget=self._budget,
+            may_be_selective=self._may_be_selective,
+        )
