@@ -12,6 +12,7 @@ the fullest row of real ones. Then rows of 50 lengths, to count what is compiled
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -61,9 +62,15 @@ def teraflops(pairs: int, heads: tuple[int, int, int], factor: float, ms: float)
     return factor * 4 * pairs * heads[0] * heads[2] / ms / 1e9
 
 
+def forward_and_backward(attend: Callable[[], torch.Tensor]) -> None:
+    """Run both passes, with a gradient laid out as a model hands it over."""
+    output = attend()
+    output.backward(torch.ones_like(output, memory_format=torch.contiguous_format))
+
+
 def time_both(attend: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[float, float]:
     """Return milliseconds of a forward pass without gradients, and of a forward and a backward pass."""
-    gradient = torch.randn_like(attend())
+    gradient = torch.randn_like(attend(), memory_format=torch.contiguous_format)
 
     def forward() -> None:
         with torch.no_grad():
@@ -195,8 +202,7 @@ def count_compilations(attend: Callable, device: torch.device, dtype: torch.dtyp
         inputs, params = tree_inputs(make_row(Case("agent", length, heads), options), heads, device, dtype)
         workload.synchronize()
         began = time.perf_counter()
-        output = attend(*inputs, params, scale=heads[2] ** -0.5)
-        output.backward(torch.ones_like(output))
+        forward_and_backward(functools.partial(attend, *inputs, params, scale=heads[2] ** -0.5))
         workload.synchronize()
         seconds.append(time.perf_counter() - began)
     graphs = counters["stats"]["unique_graphs"] - before
@@ -224,8 +230,7 @@ def run_tree(backend: str, options: argparse.Namespace, device: torch.device, dt
             def once(inputs=inputs, params=params, case=case) -> torch.Tensor:
                 return attend(*inputs, params, scale=case.heads[2] ** -0.5, window=case.window)
 
-            output = once()
-            output.backward(torch.ones_like(output))
+            forward_and_backward(once)
             workload.synchronize()
             first = time.perf_counter() - began
             times = time_both(once, inputs)
@@ -236,7 +241,7 @@ def run_tree(backend: str, options: argparse.Namespace, device: torch.device, dt
         pairs, slots = count_pairs(row, case.window), row.input_ids.size
         workload.emit(result(case, backend, pairs, times, slots=slots, mask_ms=mask, first_s=first))
         if number == 0 and device.type == "cuda":
-            print(f"kernels: {kernel_names(lambda: once().backward(output))}", flush=True)
+            print(f"kernels: {kernel_names(functools.partial(forward_and_backward, once))}", flush=True)
     workload.emit({"backend": backend, "compilations": count_compilations(attend, device, dtype, options)})
 
 
