@@ -12,101 +12,24 @@ the fullest row of real ones. Then rows of 50 lengths, to count what is compiled
 """
 
 import argparse
+import functools
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import workload
+from attention_rows import Case, cases, count_pairs, make_row
 
 from hf_megapack.batch import PackedRow
-from hf_megapack.data.collator import PrefixTreeCollator
 
-MARK = "RESULT "
 BACKENDS = ("package", "FLASH", "TRITON", "dense")
-TURNS, CONVERSATIONS = 16, 4
 NUM_LENGTHS = 50
 # Relative norm of the error against float32 that bfloat16 inputs explain.
 TOLERANCE = 2e-2
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement.
-
-    Attributes:
-        row: "agent" for made-up conversations, "causal" for one sequence, "tau" for real conversations.
-        num_slots: Slots at most.
-        heads: Query heads, key and value heads, elements of each.
-        window: Sliding window in positions, None for all.
-    """
-
-    row: str
-    num_slots: int
-    heads: tuple[int, int, int]
-    window: int | None = None
-
-    @property
-    def name(self) -> str:
-        """What the tables call it."""
-        queries, keys, size = self.heads
-        window = f", window {self.window}" if self.window else ""
-        return f"{self.row} {self.num_slots // 1024}K, {queries}/{keys} x {size}{window}"
-
-
-def cases(options: argparse.Namespace) -> list[Case]:
-    """Return what is measured, what matters most first."""
-    if options.shape == "tiny":
-        return [Case("agent", 2048, (4, 2, 16)), Case("causal", 1024, (4, 2, 16), 100), Case("tau", 4096, (4, 2, 16))]
-    usual = (32, 8, 128)
-    chosen = [Case("agent", length, usual) for length in (32768, 16384, 65536)]
-    chosen += [Case("tau", 32768, usual), Case("causal", 32768, usual), Case("agent", 32768, usual, 4096)]
-    chosen += [Case("agent", 32768, (32, 8, 64)), Case("agent", 32768, (16, 4, 256))]
-    if options.quick:
-        chosen = chosen[:1]
-    return [case for case in chosen if case.row != "tau" or options.examples_file is not None]
-
-
-def made_up_examples(num_slots: int, generator: np.random.Generator) -> list[dict[str, np.ndarray]]:
-    """Return the examples, one per turn, of conversations that fill a row when prefixes are shared."""
-    system = num_slots // 16
-    # A turn's answer stands in the row twice, as a leaf that is learned and before the next turn.
-    answer = (num_slots - system) // (TURNS * CONVERSATIONS * 5)
-    start, examples = generator.integers(2, 30000, system, dtype=np.int32), []
-    for _ in range(CONVERSATIONS):
-        turns = generator.integers(2, 30000, (TURNS, 4 * answer), dtype=np.int32)
-        for turn in range(1, TURNS + 1):
-            ids = np.concatenate([start, turns[:turn].ravel()])
-            examples.append({"input_ids": ids, "loss_mask": np.arange(ids.size) >= ids.size - answer})
-    return examples
-
-
-def make_row(case: Case, options: argparse.Namespace) -> PackedRow:
-    """Pack the row of a case."""
-    generator = np.random.default_rng(0)
-    if case.row == "causal":
-        ids = generator.integers(2, 30000, case.num_slots, dtype=np.int32)
-        examples = [{"input_ids": ids, "loss_mask": np.arange(ids.size) > ids.size // 2}]
-    elif case.row == "agent":
-        examples = made_up_examples(case.num_slots, generator)
-    else:
-        stored = workload.load_examples(options.examples_file, case.row)[:128]
-        kept = [e for e in stored if e.input_ids.size <= case.num_slots]
-        examples = [{"input_ids": e.input_ids, "loss_mask": e.loss_mask} for e in kept]
-    batch = PrefixTreeCollator(packed_sequence_length=case.num_slots)(examples)
-    return max(batch.rows, key=lambda row: row.input_ids.size)
-
-
-def count_pairs(row: PackedRow, window: int | None) -> int:
-    """Return the pairs of slots that see each other: a slot sees its own path, itself included."""
-    seen = row.position_ids.astype(np.int64) + 1
-    return int((seen if window is None else np.minimum(seen, window)).sum())
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
@@ -139,9 +62,15 @@ def teraflops(pairs: int, heads: tuple[int, int, int], factor: float, ms: float)
     return factor * 4 * pairs * heads[0] * heads[2] / ms / 1e9
 
 
+def forward_and_backward(attend: Callable[[], torch.Tensor]) -> None:
+    """Run both passes, with a gradient laid out as a model hands it over."""
+    output = attend()
+    output.backward(torch.ones_like(output, memory_format=torch.contiguous_format))
+
+
 def time_both(attend: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[float, float]:
     """Return milliseconds of a forward pass without gradients, and of a forward and a backward pass."""
-    gradient = torch.randn_like(attend())
+    gradient = torch.randn_like(attend(), memory_format=torch.contiguous_format)
 
     def forward() -> None:
         with torch.no_grad():
@@ -164,11 +93,6 @@ def result(case: Case, backend: str, pairs: int, times: tuple[float, float], **m
         "both": teraflops(pairs, case.heads, 3.5, both),
     }
     return {"case": case.name, "backend": backend, "pairs": pairs, "ms": times, **rates, **more}
-
-
-def emit(line: dict) -> None:
-    """Hand a result to the parent process."""
-    print(MARK + json.dumps(line), flush=True)
 
 
 def force_backend(backend: str) -> None:
@@ -226,12 +150,17 @@ def time_mask(params: object, num_slots: int, window: int | None) -> float:
 def check(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
     """Compare values and gradients with the dense twin in float32 on a short row.
 
+    Args:
+        options: The command line.
+        device: Where to attend.
+        dtype: Of query, key and value.
+
     Raises:
         SystemExit: If they differ by more than TOLERANCE.
     """
     from hf_megapack.megatron.attention import dense_tree_attention
 
-    case = Case("agent", 2048, (4, 2, 16) if options.shape == "tiny" else (8, 2, 128))
+    case = Case("agent", 2048, (4, 2, 16) if options.shape == "tiny" else (32, 8, 128))
     inputs, params = tree_inputs(make_row(case, options), case.heads, device, dtype)
     twins = [tensor.detach().float().requires_grad_() for tensor in inputs]
     scale = case.heads[2] ** -0.5
@@ -268,7 +197,7 @@ def count_compilations(attend: Callable, device: torch.device, dtype: torch.dtyp
         inputs, params = tree_inputs(make_row(Case("agent", length, heads), options), heads, device, dtype)
         workload.synchronize()
         began = time.perf_counter()
-        attend(*inputs, params, scale=heads[2] ** -0.5).sum().backward()
+        forward_and_backward(functools.partial(attend, *inputs, params, scale=heads[2] ** -0.5))
         workload.synchronize()
         seconds.append(time.perf_counter() - began)
     graphs = counters["stats"]["unique_graphs"] - before
@@ -296,7 +225,7 @@ def run_tree(backend: str, options: argparse.Namespace, device: torch.device, dt
             def once(inputs=inputs, params=params, case=case) -> torch.Tensor:
                 return attend(*inputs, params, scale=case.heads[2] ** -0.5, window=case.window)
 
-            once().sum().backward()
+            forward_and_backward(once)
             workload.synchronize()
             first = time.perf_counter() - began
             times = time_both(once, inputs)
@@ -305,10 +234,10 @@ def run_tree(backend: str, options: argparse.Namespace, device: torch.device, dt
             print(f"{case.name}: {type(error).__name__}: {str(error).strip()[:300]}", flush=True)
             continue
         pairs, slots = count_pairs(row, case.window), row.input_ids.size
-        emit(result(case, backend, pairs, times, slots=slots, mask_ms=mask, first_s=first))
+        workload.emit(result(case, backend, pairs, times, slots=slots, mask_ms=mask, first_s=first))
         if number == 0 and device.type == "cuda":
-            print(f"kernels: {kernel_names(lambda once=once: once().sum().backward())}", flush=True)
-    emit({"backend": backend, "compilations": count_compilations(attend, device, dtype, options)})
+            print(f"kernels: {kernel_names(functools.partial(forward_and_backward, once))}", flush=True)
+    workload.emit({"backend": backend, "compilations": count_compilations(attend, device, dtype, options)})
 
 
 def dense_sides(device: torch.device) -> Iterator[tuple[str, Callable]]:
@@ -344,6 +273,9 @@ def run_dense(options: argparse.Namespace, device: torch.device, dtype: torch.dt
         pairs = count_pairs(make_row(case, options), case.window)
         length = round((2 * pairs) ** 0.5 / 128) * 128
         for name, attend in dense_sides(device):
+            if name == "flash-attn-4" and case.heads[2] != 128:
+                # Each size costs half a minute of compilation.
+                continue
             # Grouped heads where the kernel takes them, else keys and values repeated beforehand.
             for groups in dict.fromkeys((case.heads[1], case.heads[0])):
                 generator = torch.Generator(device).manual_seed(0)
@@ -359,28 +291,17 @@ def run_dense(options: argparse.Namespace, device: torch.device, dtype: torch.dt
                     print(f"{name}, {case.name}: {type(error).__name__}: {str(error).strip()[:200]}", flush=True)
                     continue
                 label = name if groups == case.heads[1] else f"{name}, heads repeated"
-                emit(result(case, label, length * (length + 1) // 2, times, slots=length))
+                workload.emit(result(case, label, length * (length + 1) // 2, times, slots=length))
                 break
 
 
 def run_backend(backend: str, options: argparse.Namespace) -> list[dict]:
     """Run one backend in a process of its own and return its results."""
-    command = [sys.executable, __file__, "--backend", backend, "--shape", options.shape]
-    command += ["--examples_file", str(options.examples_file)] if options.examples_file else []
+    command = [__file__, "--backend", backend, "--shape", options.shape]
+    command += ["--examples_file", options.examples_file] if options.examples_file else []
     command += ["--quick"] if options.quick else []
     print(f"\n== {backend}", flush=True)
-    found = []
-    with subprocess.Popen(
-        ["timeout", "--signal=KILL", str(options.limit_s), *command], stdout=subprocess.PIPE, text=True
-    ) as process:
-        for line in process.stdout:
-            if line.startswith(MARK):
-                found.append(json.loads(line.removeprefix(MARK)))
-            else:
-                print(line, end="", flush=True)
-    if process.returncode:
-        print(f"{backend} ended with {process.returncode}", flush=True)
-    return found
+    return workload.run_process(command, options.limit_s)
 
 
 def print_tables(results: Sequence[dict]) -> None:
@@ -410,7 +331,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--shape", choices=["full", "tiny"], default="full", help="tiny is for a CPU")
     parser.add_argument("--quick", action="store_true", help="the 32K row alone")
-    parser.add_argument("--limit_s", type=int, default=150, help="seconds for each backend")
+    parser.add_argument("--limit_s", type=int, default=180, help="seconds for each backend")
     parser.add_argument("--json", type=Path, help="write the results into this file too")
     parser.add_argument("--backend", choices=BACKENDS, help=argparse.SUPPRESS)
     options = parser.parse_args()

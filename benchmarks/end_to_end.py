@@ -15,26 +15,23 @@ run in a process of its own, with settings for MegaPackConfig or SFTConfig.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import stored_examples
 import torch
 import workload
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
 from transformers.modeling_flash_attention_utils import FLASH_ATTENTION_COMPATIBILITY_MATRIX
 
 from hf_megapack import MegaPackConfig, MegaPackTrainer
-from hf_megapack.data.chat import ChatTransform
 
-FILES = {"tau": "tau_airline.jsonl", "mtbench": "mtbench101.jsonl"}
-MARK = "RESULT "
 # The trainer tells what sharing saves in its third update, which takes the host a moment.
 WARM_UP_UPDATES = 3
 WARM_UP_ROWS = 3
@@ -73,7 +70,7 @@ class Result:
     def report(self) -> None:
         """Print the result so far, for the parent process."""
         self.peak_gib = workload.peak_gib()
-        print(MARK + json.dumps(dataclasses.asdict(self)), flush=True)
+        workload.emit(dataclasses.asdict(self))
 
     def rate(self, column: int) -> float:
         """Return the median tokens per second of the laps; column 1 is logical tokens, 2 executed ones."""
@@ -123,21 +120,7 @@ class Laps(TrainerCallback):
             self._result.report()
 
 
-def common_arguments(folder: str) -> dict:
-    """Return what both trainers are told."""
-    return {
-        "output_dir": folder,
-        "use_cpu": not torch.cuda.is_available(),
-        "bf16": torch.cuda.is_available(),
-        "learning_rate": 1e-4,
-        "lr_scheduler_type": "constant",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-
-
-def run_ours(examples: Sequence[workload.Example], options: argparse.Namespace, settings: dict) -> None:
+def run_ours(examples: Sequence[stored_examples.Example], options: argparse.Namespace, settings: dict) -> None:
     """Train with MegaPackTrainer and print the result after each update.
 
     Args:
@@ -147,11 +130,11 @@ def run_ours(examples: Sequence[workload.Example], options: argparse.Namespace, 
     """
     began, per_update = time.perf_counter(), options.examples
     timed = examples[WARM_UP_UPDATES * per_update :]
-    mean = workload.num_tokens(timed) * per_update / len(timed)
+    mean = stored_examples.num_tokens(timed) * per_update / len(timed)
     result = Result("ours", settings, "", per_update, mean)
     with tempfile.TemporaryDirectory() as folder:
         arguments = {
-            **common_arguments(folder),
+            **workload.common_arguments(folder),
             "per_device_train_batch_size": per_update,
             "train_sampling_strategy": "sequential",
             "num_train_epochs": 1,
@@ -162,7 +145,7 @@ def run_ours(examples: Sequence[workload.Example], options: argparse.Namespace, 
         trainer = MegaPackTrainer(
             model=workload.model_config(options.shape, options.layers),
             args=MegaPackConfig(**arguments),
-            train_dataset=workload.as_dataset(examples),
+            train_dataset=stored_examples.as_dataset(examples),
             processing_class=workload.no_tokenizer(),
             peft_config=workload.lora_config(),
             callbacks=[Laps(result, began)],
@@ -244,7 +227,7 @@ def build_trl_model(options: argparse.Namespace, attention: str) -> torch.nn.Mod
         )
 
 
-def run_trl(examples: Sequence[workload.Example], options: argparse.Namespace, settings: dict) -> None:
+def run_trl(examples: Sequence[stored_examples.Example], options: argparse.Namespace, settings: dict) -> None:
     """Train with SFTTrainer and print the result now and then.
 
     Args:
@@ -264,7 +247,7 @@ def run_trl(examples: Sequence[workload.Example], options: argparse.Namespace, s
         raise SystemExit(f"The longest example has {longest} tokens; --trl max_length={max_length} would cut it.")
     attention = choose_attention(settings.pop("attn_implementation", "auto"))
     settings.setdefault("use_liger_kernel", torch.cuda.is_available())
-    mean = workload.num_tokens(examples) * options.examples / len(examples)
+    mean = stored_examples.num_tokens(examples) * options.examples / len(examples)
     accumulation = max(1, round(mean / max_length))
     num_rows = max(options.trl_updates * accumulation, FEWEST_ROWS) if options.trl_rows is None else options.trl_rows
     note = f"{attention}, liger {settings['use_liger_kernel']}, {accumulation} rows per update"
@@ -274,7 +257,7 @@ def run_trl(examples: Sequence[workload.Example], options: argparse.Namespace, s
         trainer = timed_trainer(result, num_rows, accumulation, began)(
             model=build_trl_model(options, attention),
             args=SFTConfig(
-                **common_arguments(folder),
+                **workload.common_arguments(folder),
                 packing=True,
                 packing_strategy="bfd",
                 per_device_train_batch_size=1,
@@ -283,43 +266,21 @@ def run_trl(examples: Sequence[workload.Example], options: argparse.Namespace, s
                 logging_steps=1,
                 **settings,
             ),
-            train_dataset=workload.as_dataset(examples),
+            train_dataset=stored_examples.as_dataset(examples),
             processing_class=workload.no_tokenizer(),
             peft_config=workload.lora_config(),
         )
         rows = trainer.train_dataset
         filled = sum(map(len, rows["input_ids"])) / len(rows)
-        print(f"trl: built after {time.perf_counter() - began:.1f} s; {len(rows)} rows of {filled:.0f} tokens", flush=True)
-        if sum(map(len, rows["input_ids"])) != workload.num_tokens(examples):
+        print(
+            f"trl: built after {time.perf_counter() - began:.1f} s; {len(rows)} rows of {filled:.0f} tokens", flush=True
+        )
+        if sum(map(len, rows["input_ids"])) != stored_examples.num_tokens(examples):
             raise SystemExit("TRL's packing lost tokens.")
         workload.reset_peak()
-        try:
+        with contextlib.suppress(_EnoughRowsError):
             trainer.train()
-        except _EnoughRowsError:
-            pass
     result.report()
-
-
-def prepare(options: argparse.Namespace) -> None:
-    """Render and tokenize, one example per assistant turn, and write the file."""
-    tokenizer = AutoTokenizer.from_pretrained(options.folder / "tokenizers" / "qwen3")
-    template = (options.folder / "templates" / "qwen2_5_training.jinja").read_text(encoding="utf-8")
-    transform = ChatTransform(tokenizer, assistant_mask="each", chat_template=template)
-    sets = {}
-    for name, file in FILES.items():
-        lines = (options.folder / file).read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-        found = transform.tokenize(rows, range(len(rows)), format_name="messages")
-        sets[name] = [workload.Example(e.input_ids.astype("int32"), e.loss_mask.astype(bool)) for e in found]
-        total = workload.num_tokens(sets[name])
-        longest = max(e.input_ids.size for e in sets[name])
-        print(f"{name}: {len(sets[name])} examples, {total:,} tokens, the longest has {longest:,}")
-    workload.store_examples(options.prepare, sets)
-    for name, examples in sets.items():
-        for before, after in zip(examples, workload.load_examples(options.prepare, name), strict=True):
-            if (before.input_ids != after.input_ids).any() or (before.loss_mask != after.loss_mask).any():
-                raise SystemExit(f"{name} is not what was stored.")
-    print(f"{options.prepare}: {options.prepare.stat().st_size:,} bytes")
 
 
 def run_side(side: str, pairs: Sequence[str], options: argparse.Namespace) -> Result | None:
@@ -330,32 +291,24 @@ def run_side(side: str, pairs: Sequence[str], options: argparse.Namespace) -> Re
         pairs: Its settings, key=value.
         options: The command line.
     """
-    command = [sys.executable, __file__, "--side", side, "--settings", *pairs, "--data", options.data]
+    command = [__file__, "--side", side, "--settings", *pairs, "--data", options.data]
     for name in ("examples_file", "examples", "updates", "trl_updates", "trl_rows", "shape", "layers"):
         if getattr(options, name) is not None:
-            command += [f"--{name}", str(getattr(options, name))]
+            command += [f"--{name}", getattr(options, name)]
     print(f"\n== {side} {' '.join(pairs)}", flush=True)
-    last, began = None, time.perf_counter()
-    with subprocess.Popen(
-        ["timeout", "--signal=KILL", str(options.limit_s), *command], stdout=subprocess.PIPE, text=True
-    ) as process:
-        for line in process.stdout:
-            if line.startswith(MARK):
-                last = line.removeprefix(MARK)
-            else:
-                print(line, end="", flush=True)
-    if process.returncode:
-        print(f"{side} ended with {process.returncode} after {time.perf_counter() - began:.0f} s", flush=True)
-    return Result(**json.loads(last)) if last else None
+    found = workload.run_process(command, options.limit_s)
+    return Result(**found[-1]) if found else None
 
 
 def print_table(results: Sequence[Result], options: argparse.Namespace) -> None:
     """Print the results, with each of ours over the fastest of TRL's."""
     theirs = max((r.rate(1) for r in results if r.side == "trl" and r.laps), default=float("nan"))
-    print(f"\n{options.data}, {options.examples} examples per update, {options.shape}, {options.layers or 'all'} layers")
     print(
-        "| side | settings | logical tok/s (mean) | slowest to fastest lap | executed tok/s | s/update | laps | peak GiB "
-        "| first loss | start s | over TRL |\n|" + "---|" * 11
+        f"\n{options.data}, {options.examples} examples per update, {options.shape}, {options.layers or 'all'} layers"
+    )
+    print(
+        "| side | settings | logical tok/s (mean) | slowest to fastest lap | executed tok/s | s/update | laps "
+        "| peak GiB | first loss | start s | over TRL |\n|" + "---|" * 11
     )
     for result in results:
         if not result.laps:
@@ -385,7 +338,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prepare", type=Path, help="write the examples into this file and end")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/hf_megapack-data").expanduser())
     parser.add_argument("--examples_file", type=Path, help="what --prepare wrote")
-    parser.add_argument("--data", choices=list(FILES), default="tau")
+    parser.add_argument("--data", choices=list(stored_examples.FILES), default="tau")
     parser.add_argument("--examples", type=int, default=64, help="examples per update")
     parser.add_argument("--updates", type=int, default=7, help=f"timed updates of ours, after {WARM_UP_UPDATES}")
     parser.add_argument("--trl_updates", type=int, default=1, help="updates' worth of rows that are timed of TRL")
@@ -412,8 +365,8 @@ def main() -> None:
     """
     options = parse_arguments()
     if options.prepare is not None:
-        return prepare(options)
-    examples = workload.load_examples(options.examples_file, options.data)
+        return stored_examples.prepare(options.prepare, options.folder)
+    examples = stored_examples.load_examples(options.examples_file, options.data)
     needed = (WARM_UP_UPDATES + options.updates) * options.examples
     if len(examples) < needed:
         raise SystemExit(f"{needed} examples are needed, {options.data} has {len(examples)}: lower --updates.")

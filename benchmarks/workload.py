@@ -1,29 +1,23 @@
-"""What the GPU benchmarks share: model shapes, examples kept in one small file, settings from the command line.
-
-The machine with the GPU may have neither the conversations nor a tokenizer, so `store_examples` writes tokens and
-masks once: of each example only what its predecessor does not begin with, since the turns of a conversation repeat it.
-"""
+"""What the GPU benchmarks share: model shapes, settings from the command line, runs in processes of their own."""
 
 import argparse
 import ast
-import dataclasses
+import json
 import os
 import platform
 import resource
+import subprocess
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-import numpy as np
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-IGNORED = -100
-FILE_LIMIT = 8_000_000
+MARK = "RESULT "
 NOMINAL_TFLOPS = 989  # dense bfloat16 of an H100 or H200 SXM, by NVIDIA's datasheet
 PACKAGES = (
     "torch",
@@ -58,19 +52,6 @@ SHAPES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Example:
-    """One conversation up to a turn.
-
-    Attributes:
-        input_ids: int32, shape (num_tokens,).
-        loss_mask: True where the token is learned. bool, same shape.
-    """
-
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-
-
 def model_config(shape: str, num_layers: int | None = None) -> Qwen3Config:
     """Return the configuration of a shape, with fewer layers if asked for."""
     sizes = dict(SHAPES[shape])
@@ -96,69 +77,18 @@ def no_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
-def store_examples(path: Path, sets: dict[str, Sequence[Example]]) -> None:
-    """Write named lists of examples into one file.
-
-    Args:
-        path: The .npz file.
-        sets: The lists.
-
-    Raises:
-        SystemExit: If the file is larger than FILE_LIMIT bytes; it is removed.
-    """
-    arrays = {}
-    for name, examples in sets.items():
-        before, kept, rests = np.zeros(0, np.int32), [], []
-        for example in examples:
-            size = min(before.size, example.input_ids.size)
-            same = before[:size] == example.input_ids[:size]
-            kept.append(size if same.all() else int(same.argmin()))
-            rests.append(example.input_ids[kept[-1] :])
-            before = example.input_ids
-        arrays[f"{name}.kept"] = np.array(kept, np.int32)
-        arrays[f"{name}.sizes"] = np.array([example.input_ids.size for example in examples], np.int32)
-        arrays[f"{name}.tokens"] = np.concatenate(rests).astype(np.int32)
-        arrays[f"{name}.masks"] = np.packbits(np.concatenate([example.loss_mask for example in examples]))
-    np.savez_compressed(path, **arrays)
-    if path.stat().st_size > FILE_LIMIT:
-        size = path.stat().st_size
-        path.unlink()
-        raise SystemExit(f"{path} would take {size:,} bytes, more than {FILE_LIMIT:,}: store fewer examples.")
-
-
-def load_examples(path: Path, name: str) -> list[Example]:
-    """Read one list of `store_examples`.
-
-    Args:
-        path: The .npz file.
-        name: The list.
-
-    Raises:
-        SystemExit: If the file has no such list.
-    """
-    with np.load(path) as stored:
-        if f"{name}.kept" not in stored:
-            names = sorted({key.partition(".")[0] for key in stored})
-            raise SystemExit(f"{path} has no examples {name!r}; it has {', '.join(names)}.")
-        kept, sizes, tokens, masks = (stored[f"{name}.{key}"] for key in ("kept", "sizes", "tokens", "masks"))
-    rests = np.split(tokens, np.cumsum(sizes - kept)[:-1])
-    flags = np.split(np.unpackbits(masks, count=int(sizes.sum())).astype(bool), np.cumsum(sizes)[:-1])
-    examples, before = [], np.zeros(0, np.int32)
-    for count, rest, mask in zip(kept, rests, flags, strict=True):
-        before = np.concatenate((before[:count], rest))
-        examples.append(Example(before, mask))
-    return examples
-
-
-def as_dataset(examples: Sequence[Example]) -> Dataset:
-    """Return examples as the columns that trainers take: input_ids, and labels that are not shifted."""
-    labels = [np.where(e.loss_mask, e.input_ids, IGNORED) for e in examples]
-    return Dataset.from_dict({"input_ids": [e.input_ids for e in examples], "labels": labels})
-
-
-def num_tokens(examples: Sequence[Example]) -> int:
-    """Return the tokens of all examples."""
-    return sum(example.input_ids.size for example in examples)
+def common_arguments(folder: str) -> dict:
+    """Return what every trainer is told."""
+    return {
+        "output_dir": folder,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": torch.cuda.is_available(),
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, object]:
@@ -221,3 +151,28 @@ def reset_peak() -> None:
     """Forget the GPU memory that building a model took."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+
+
+def emit(line: dict) -> None:
+    """Hand a result to the process that called `run_process`."""
+    print(MARK + json.dumps(line), flush=True)
+
+
+def run_process(arguments: Sequence[str], limit_s: int) -> list[dict]:
+    """Run a Python script, print what it prints, and return what it emitted, also if it failed or took too long.
+
+    Args:
+        arguments: The script and its arguments.
+        limit_s: Seconds after which it and its children are killed.
+    """
+    found = []
+    command = ["timeout", "--signal=KILL", str(limit_s), sys.executable, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith(MARK):
+                found.append(json.loads(line.removeprefix(MARK)))
+            else:
+                print(line, end="", flush=True)
+    if process.returncode:
+        print(f"The process ended with {process.returncode}; it may take {limit_s} s.", flush=True)
+    return found

@@ -165,12 +165,12 @@ def test_one_process_uses_one_of_several_gpus_and_says_so(make, caplog):
 
 
 def test_compiled_layers_are_ours_alone(make):
-    """transformers tells accelerate through the environment, for every later trainer of the process."""
+    """Transformers tells accelerate through the environment, for every later trainer of the process."""
     config = make(torch_compile=True)
     assert config.torch_compile
     assert config.torch_compile_backend is None
     assert "ACCELERATE_DYNAMO_BACKEND" not in os.environ
     with pytest.raises(ConfigError, match="torch_compile_mode='max-autotune' is not supported"):
         make(torch_compile=True, torch_compile_mode="max-autotune")
-    with pytest.raises(ConfigError, match="torch_compile=True .*recompute='selective'"):
+    with pytest.raises(ConfigError, match=r"torch_compile=True .*recompute='selective'"):
         make(torch_compile=True, recompute="selective")
