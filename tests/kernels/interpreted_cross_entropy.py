@@ -72,7 +72,7 @@ def test_a_split_head(kind, num_ranks, dtype, monkeypatch):
     check_terms(whole, expected, case, conversion=CUT_OFF)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     num_slots=st.integers(1, 6),
     num_tokens=st.integers(2, 140),
