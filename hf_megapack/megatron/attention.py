@@ -23,6 +23,7 @@ from hf_megapack.packing.alignment import CONTEXT_BLOCK
 # Long enough that a block is a good matrix product, short enough that few keys are read for nothing.
 HOST_BLOCK = 256
 FLEX_BLOCK = 128
+SMALLEST_FLEX_HEAD = 16
 FLASH_HEAD_SIZES = (64, 128)
 # Lengths, gradient modes and windows that one process may meet.
 MAX_COMPILATIONS = 1024
@@ -308,7 +309,12 @@ def flex_tree_attention(
     window: int | None = None,
 ) -> torch.Tensor:
     """Attend on the GPU with FlexAttention. Arguments and result as `dense_tree_attention`."""
-    num_queries, num_slots = query_LHD.shape[0], key_TGD.shape[0]
+    num_queries, num_slots, head_dim = query_LHD.shape[0], key_TGD.shape[0], query_LHD.shape[-1]
+    if head_dim < SMALLEST_FLEX_HEAD:
+        missing = SMALLEST_FLEX_HEAD - head_dim
+        query_LHD, key_TGD, value_TGD = (
+            torch.nn.functional.pad(x, (0, missing)) for x in (query_LHD, key_TGD, value_TGD)
+        )
     is_flash = flex_backend(query_LHD) == "FLASH"
     if is_flash:
         lengths = bucket(num_queries), bucket(num_slots)
@@ -323,7 +329,7 @@ def flex_tree_attention(
         enable_gqa=query_LHD.shape[1] != key_TGD.shape[1],
         kernel_options={"BACKEND": "FLASH" if is_flash else "TRITON"},
     )
-    return output_HLD.squeeze(0).transpose(0, 1)[:num_queries]
+    return output_HLD.squeeze(0).transpose(0, 1)[:num_queries, :, :head_dim]
 
 
 def _pad_slots(tensor: torch.Tensor, num_slots: int) -> torch.Tensor:

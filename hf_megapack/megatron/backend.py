@@ -17,13 +17,12 @@ from hf_megapack.errors import BackendError, ExportError
 from hf_megapack.megatron.families import family_of
 from hf_megapack.megatron.host import compute_device, host_device
 from hf_megapack.megatron.lora import (
+    FactorStacks,
     attach_lora,
-    collect_gradients,
     factor_keys,
     initialize_lora,
     linear_rules,
     lora_parameters,
-    stack_factors,
 )
 from hf_megapack.megatron.model import ModelOptions, build_model, compile_layers, whole_model_rules
 from hf_megapack.megatron.parallel import initialize_parallel
@@ -86,6 +85,7 @@ class MegatronBackend:
         )
         attach_lora(self.model, rules, specs, heads, self.layout)
         initialize_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
+        self._stacks = FactorStacks(self.model)
         if args.torch_compile:
             compile_layers(self.model)
         self._all_keys = frozenset(factor_keys(rules, specs))
@@ -134,7 +134,7 @@ class MegatronBackend:
         for parameter in self.parameters.values():
             parameter.grad = None
         result = self._run(batch, wants_grad=True)
-        collect_gradients(self.model)
+        self._stacks.collect()
         reduce_gradients(self.parameters, self._split_dims, self.layout)
         return result
 
@@ -143,7 +143,7 @@ class MegatronBackend:
         return self._run(batch, wants_grad=False)
 
     def _run(self, batch: PackedBatch, *, wants_grad: bool) -> StepResult:
-        stack_factors(self.model, wants_grad=wants_grad)
+        self._stacks.fill()
         return run_batch(self.model, batch, self.layout, self._recompute if wants_grad else None)
 
     def logits(self, row: PackedRow) -> torch.Tensor:
@@ -162,7 +162,7 @@ class MegatronBackend:
         if layout.pipeline_size * layout.context_size > 1:
             raise BackendError("logits needs pipeline_parallel_size=1 and context_parallel_size=1.")
         self.model.eval()
-        stack_factors(self.model, wants_grad=False)
+        self._stacks.fill()
         with host_device(), torch.no_grad():
             inputs = microbatch(row, layout, num_loss_tokens=1, is_dummy=False, wants_logits=True)
             local = forward_row(self.model[0], *inputs)
@@ -270,4 +270,4 @@ class MegatronBackend:
     def close(self) -> None:
         """Drop the model; the process groups stay for the next trainer of this process."""
         self.parameters = {}
-        self.model = None
+        self.model = self._stacks = None

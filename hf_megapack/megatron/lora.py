@@ -43,8 +43,8 @@ class Projection:
 class LoraLinear(torch.nn.Module):
     """A frozen Megatron-Core linear plus the low-rank updates of the projections fused in it.
 
-    The products read copies of the factors, stacked and in the activations' type: `stack_factors` makes them before an
-    update's first row, `collect_gradients` takes the factors' gradients from them after its last.
+    The products read copies of the factors, stacked and in the activations' type: `FactorStacks` fills them before an
+    update's first row and takes the factors' gradients from them after its last.
 
     Args:
         base: `ColumnParallelLinear` or `RowParallelLinear` of Megatron-Core or its Transformer Engine twin, frozen.
@@ -83,9 +83,14 @@ class LoraLinear(torch.nn.Module):
             factory = {"device": base.weight.device, "dtype": torch.float32}
             self.lora_a[leaf] = torch.nn.Parameter(torch.empty(rank, in_features, **factory))
             self.lora_b[leaf] = torch.nn.Parameter(torch.empty(projection.out_features, rank, **factory))
-        self._places = list(self._find_places())
-        self._masters: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._stacked: StackedFactors | None = None
+        ranks = sum(projection.spec.rank for projection in self.adapted)
+        factory = {"device": base.weight.device, "dtype": torch.float32}
+        # No parameters: their gradients go to the factors.
+        self.masters = (
+            torch.zeros(ranks, in_features, **factory).requires_grad_(),
+            torch.zeros(base.weight.shape[0], ranks, **factory).requires_grad_(),
+        )
+        self.stacked = StackedFactors(*(master.detach().to(base.weight.dtype) for master in self.masters))
 
     @property
     def adapted(self) -> list[Projection]:
@@ -97,44 +102,25 @@ class LoraLinear(torch.nn.Module):
         """The frozen weight, which some Megatron-Core code reads from its linears."""
         return self.base.weight
 
-    def _find_places(self) -> Iterator[tuple[Projection, slice, slice]]:
-        """Yield each adapted projection with its rows within a query group and its columns among the stacked ranks."""
+    def places(self, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Iterator[tuple[Projection, torch.Tensor, torch.Tensor]]:
+        """Yield each adapted projection with its parts of stacked tensors.
+
+        Args:
+            a_RI: Stacked A, or its gradient.
+            b_OR: Stacked B, or its gradient.
+
+        Yields:
+            The projection, its A as a view of shape (rank, I), its B as a view of shape (G, rows of a group, rank).
+        """
         row = column = 0
+        b_GOR = b_OR.unflatten(0, (self.num_groups, -1))
         for projection in self.projections:
             num_rows = projection.out_features // self.num_groups
             if projection.spec is not None:
-                yield projection, slice(row, row + num_rows), slice(column, column + projection.spec.rank)
+                columns = slice(column, column + projection.spec.rank)
+                yield projection, a_RI[columns], b_GOR[:, row : row + num_rows, columns]
                 column += projection.spec.rank
             row += num_rows
-
-    def stack_factors(self, wants_grad: bool) -> None:
-        """Copy the factors into the stacked tensors that the products read.
-
-        Args:
-            wants_grad: Whether gradients will be collected.
-        """
-        with torch.no_grad():
-            a_RI = torch.cat([self.lora_a[_leaf(p.name)] for p, _, _ in self._places])
-            out_features = sum(projection.out_features for projection in self.projections)
-            b_GOR = a_RI.new_zeros(self.num_groups, out_features // self.num_groups, a_RI.shape[0])
-            for projection, rows, columns in self._places:
-                b = self.lora_b[_leaf(projection.name)] * projection.spec.scaling
-                b_GOR[:, rows, columns] = b.unflatten(0, (self.num_groups, -1))
-            b_OR, dtype = b_GOR.flatten(0, 1), self.base.weight.dtype
-            self._stacked = StackedFactors(a_RI.to(dtype), b_OR.to(dtype))
-        self._masters = (a_RI.requires_grad_(wants_grad), b_OR.requires_grad_(wants_grad))
-
-    def collect_gradients(self) -> None:
-        """Give each factor its part of the gradient that the update's rows have left in the stacked tensors."""
-        grad_a, grad_b = (master.grad for master in self._masters)
-        self._masters = self._stacked = None
-        if grad_a is None:
-            return
-        grad_b = grad_b.unflatten(0, (self.num_groups, -1))
-        for projection, rows, columns in self._places:
-            leaf = _leaf(projection.name)
-            self.lora_a[leaf].grad = grad_a[columns].clone()
-            self.lora_b[leaf].grad = (grad_b[:, rows, columns] * projection.spec.scaling).flatten(0, 1)
 
     def forward(self, input_TBD: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the base output plus every update, and the bias that the base leaves to its caller."""
@@ -148,43 +134,75 @@ class LoraLinear(torch.nn.Module):
     def _plain_forward(self, input_TBD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         base = self.base
         input_NI, origin = input_TBD.flatten(0, -2), origin_of(input_TBD)
-        output_NO = FrozenLinearWithUpdate.apply(input_NI, base.weight, *self._masters, self._stacked, origin)
+        output_NO = FrozenLinearWithUpdate.apply(input_NI, base.weight, *self.masters, self.stacked, origin)
         output = output_NO.unflatten(0, input_TBD.shape[:-1])
         if base.bias is None or base.skip_bias_add:
             return output, base.bias
         return output + base.bias, None
 
     def _update(self, input_TBD: torch.Tensor) -> torch.Tensor:
-        a, b = self._masters
-        inner = LowRankProduct.apply(input_TBD.flatten(0, -2), a, self._stacked.a_RI, origin_of(input_TBD))
+        a, b = self.masters
+        inner = LowRankProduct.apply(input_TBD.flatten(0, -2), a, self.stacked.a_RI, origin_of(input_TBD))
         inner_TBR = inner.unflatten(0, input_TBD.shape[:-1])
         if self._cross_ranks is not None:
             inner_TBR = self._cross_ranks(inner_TBR)
-        update = LowRankProduct.apply(inner_TBR.flatten(0, -2), b, self._stacked.b_OR, None)
+        update = LowRankProduct.apply(inner_TBR.flatten(0, -2), b, self.stacked.b_OR, None)
         return update.unflatten(0, inner_TBR.shape[:-1])
 
 
-def stack_factors(model: torch.nn.Module, *, wants_grad: bool) -> None:
-    """Make the copies of all factors that the next rows read. To be called again whenever factors have changed.
+class FactorStacks:
+    """The stacked copies of all factors of a model, written and read with few launches.
 
     Args:
         model: A model that `attach_lora` has been through.
-        wants_grad: Whether `collect_gradients` follows.
     """
-    for module in model.modules():
-        if isinstance(module, LoraLinear):
-            module.stack_factors(wants_grad)
 
+    def __init__(self, model: torch.nn.Module):
+        self._linears = [module for module in model.modules() if isinstance(module, LoraLinear)]
+        self._a, self._b, self._scalings = [], [], []
+        self._a_views, self._b_views = [], []
+        for linear in self._linears:
+            for projection, a, b in linear.places(*(master.detach() for master in linear.masters)):
+                leaf = _leaf(projection.name)
+                self._a.append(linear.lora_a[leaf])
+                self._b.append(linear.lora_b[leaf])
+                self._scalings.append(projection.spec.scaling)
+                self._a_views.append(a)
+                self._b_views.append(b)
 
-def collect_gradients(model: torch.nn.Module) -> None:
-    """Set every factor's `.grad` to the gradient of the rows since `stack_factors`.
+    def fill(self) -> None:
+        """Copy the factors into what the next rows read. To be called again whenever factors have changed."""
+        if not self._linears:
+            return
+        with torch.no_grad():
+            scaled = torch._foreach_mul(self._b, self._scalings)
+            torch._foreach_copy_(self._a_views, self._a)
+            torch._foreach_copy_(self._b_views, [b.view_as(v) for b, v in zip(scaled, self._b_views, strict=True)])
+            masters = [master for linear in self._linears for master in linear.masters]
+            torch._foreach_copy_([copy for linear in self._linears for copy in linear.stacked], masters)
+            for master in masters:
+                master.grad = None
 
-    Args:
-        model: The same model.
-    """
-    for module in model.modules():
-        if isinstance(module, LoraLinear):
-            module.collect_gradients()
+    def collect(self) -> None:
+        """Set every factor's `.grad` to the gradient that the rows since `fill` have left."""
+        a_grads, b_grads, scalings, factors = [], [], [], []
+        for linear in self._linears:
+            grad_a, grad_b = (master.grad for master in linear.masters)
+            if grad_a is None:
+                continue
+            for projection, a, b in linear.places(grad_a, grad_b):
+                leaf = _leaf(projection.name)
+                factors.append((linear.lora_a[leaf], linear.lora_b[leaf]))
+                a_grads.append(a)
+                b_grads.append(b)
+                scalings.append(projection.spec.scaling)
+            for master in linear.masters:
+                master.grad = None
+        if not factors:
+            return
+        scaled = torch._foreach_mul(b_grads, scalings)
+        for (a, b), grad_a, grad_b in zip(factors, a_grads, scaled, strict=True):
+            a.grad, b.grad = grad_a, grad_b.reshape_as(b)
 
 
 def _leaf(name: str) -> str:

@@ -7,7 +7,6 @@ from transformers import Qwen3Config
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.megatron.attention import dense_tree_attention, flex_tree_attention
 from hf_megapack.megatron.backend import MegatronBackend
-from hf_megapack.megatron.lora import stack_factors
 from hf_megapack.megatron.recompute import Choice, LayerMemory, RecomputePolicy
 from hf_megapack.megatron.step import forward_row, microbatch
 from tests.helpers.backend_args import backend_args
@@ -71,10 +70,10 @@ def test_the_memory_of_a_layer_is_what_the_gpu_holds(choice, monkeypatch):
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_key_value_heads": 4}
     held = []
     for num_layers in (2, 6):
-        config = Qwen3Config(**sizes, num_hidden_layers=num_layers, vocab_size=1024, head_dim=128)
+        config = Qwen3Config(**sizes, num_hidden_layers=num_layers, vocab_size=4096, head_dim=128)
         backend = MegatronBackend(config, backend_args(recompute="auto", bf16=True), PEFT_CONFIG)
         (row,) = PrefixTreeCollator(packed_sequence_length=100_000)(conversation_examples("last")).rows
-        stack_factors(backend.model, wants_grad=True)
+        backend._stacks.fill()
         backend.model.train()
         inputs = microbatch(row, backend.layout, num_loss_tokens=1, is_dummy=False)
         backend._recompute.apply(backend.model[0], inputs[0].numel())
