@@ -25,8 +25,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_megapack.errors import ConfigError, ExportError, NonFiniteResultError
-from hf_megapack.weights.adapter import LoraSpec, check_lora_config, lora_spec, pattern_matches, resolve_lora
+from hf_megapack.weights.adapter import LoraSpec, check_lora_config, lora_spec, resolve_lora
 from hf_megapack.weights.checkpoint import make_staging, sweep_staging, sync_file, sync_tree
+from hf_megapack.weights.targets import pattern_matches
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
