@@ -31,10 +31,10 @@ _MINIMUM = {
     "pipeline_parallel_size": 1,
     "virtual_pipeline_parallel_size": 1,
     "context_parallel_size": 1,
+    "expert_parallel_size": 1,
 }
 # What is built so far, where the field's type allows more.
 _SUPPORTED = {
-    "expert_parallel_size": (1,),
     "fp8": (None,),
     "attention": ("auto", "tree"),
     "recompute": ("auto", "full", "off"),
@@ -116,7 +116,10 @@ class MegaPackConfig(TrainingArguments):
         1, "Runs of layers on each pipeline rank; more than 1 interleaves them and needs pipeline_parallel_size > 1."
     )
     context_parallel_size: int = _option(1, "Ranks that split each row's slots between them.")
-    expert_parallel_size: int = _option(1, "Ranks that split the experts between them. Only 1 is supported.")
+    expert_parallel_size: int = _option(
+        1,
+        "Ranks that split each layer's experts between them, out of the tensor-, context- and data-parallel ranks.",
+    )
     sequence_parallel: bool = _option(
         False,
         "Split activations between matrices over the tensor-parallel ranks too, which saves memory; needs "
