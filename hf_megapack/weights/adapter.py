@@ -249,8 +249,9 @@ def lora_spec(peft_config: LoraConfig, name: str) -> LoraSpec:
     Returns:
         Its rank, alpha and scale.
     """
-    parameter = f"{name}.weight"
-    return _spec_of(peft_config, parameter if names_parameter(peft_config.target_parameters, parameter) else name)
+    weight = f"{name}.weight"
+    is_parameter = expert_parts(name) is None and names_parameter(peft_config.target_parameters, weight)
+    return _spec_of(peft_config, weight if is_parameter else name)
 
 
 def scaling_of(rank: int, alpha: float, *, use_rslora: bool) -> float:
