@@ -35,6 +35,8 @@ class FrozenRouter(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        # Every other kind keeps a count or, in 0.19, a bias of its own that training moves ("quantile_balancing").
+        assert self.routing_type == "none", self.routing_type
         # Megatron-Core 0.19 leaves such routers out of its update; 0.16 has no such mark.
         self.frozen_expert_bias = True
 
