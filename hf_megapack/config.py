@@ -147,6 +147,13 @@ class MegaPackConfig(TrainingArguments):
         "raise", "On a NaN or infinite loss or gradient norm: 'raise', or 'skip' the update, count it and log it."
     )
 
+    # saving
+    export_format: Literal["peft", "per_expert"] = _option(
+        "peft",
+        "How adapters of experts are saved: 'peft' as peft loads them, 'per_expert' one by one for inference engines, "
+        "which need one rank and alpha for the whole adapter. Training resumes from both.",
+    )
+
     # defaults that differ from TrainingArguments
     dataloader_num_workers: int = _option(
         1, "Processes that pack the next updates while this one runs. 0 packs between updates."

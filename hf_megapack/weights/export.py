@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from hf_megapack.errors import ExportError, NonFiniteResultError
-from hf_megapack.weights.adapter import lora_spec
+from hf_megapack.weights.adapter import lora_spec, resolve_lora
 from hf_megapack.weights.experts import Adapters, Pair
 from hf_megapack.weights.layouts import (
     Marks,
@@ -40,7 +40,7 @@ from hf_megapack.weights.portable import (
     portable_config,
 )
 from hf_megapack.weights.publish import adapter_files, publish_adapter
-from hf_megapack.weights.targets import DOWN, GATE_UP, expert_parts, names_parameter
+from hf_megapack.weights.targets import DOWN, GATE_UP, expert_parts, is_of_experts, names_parameter
 
 ExportFormat = Literal["peft", "per_expert"]
 
@@ -90,7 +90,7 @@ def export_peft_adapter(  # noqa: PLR0913 (what it is, where it goes, and what i
         stored, marks = to_per_expert_layout(adapters, model_type)
         config = per_expert_config(peft_config, stored)
     elif export_format == "peft":
-        has_experts = any(_is_of_experts(name) for name in (*adapters, *(linear_names or ())))
+        has_experts = any(is_of_experts(name) for name in (*adapters, *(linear_names or ())))
         use_rslora = bool(peft_config.use_rslora)
         stored, marks = to_peft_layout(adapters, use_rslora=use_rslora, has_experts=has_experts)
         config = portable_config(peft_config, stored, linear_names)
@@ -105,6 +105,27 @@ def export_peft_adapter(  # noqa: PLR0913 (what it is, where it goes, and what i
     }
     metadata = {_MARKS_NAME: json.dumps(marks, sort_keys=True)} if marks else {}
     publish_adapter(Path(directory), tensors, config, metadata)
+
+
+def check_per_expert(peft_config: LoraConfig, linear_names: Sequence[str], model_type: str | None) -> None:
+    """Check, before anything is trained, that an adapter can be written in the format "per_expert".
+
+    Args:
+        peft_config: The config to train with.
+        linear_names: Hugging Face paths of all linear modules of the model.
+        model_type: `config.model_type` of the model.
+
+    Raises:
+        ConfigError: If the config does not fit the model.
+        ExportError: If modules differ in rank or alpha, experts have adapters for some projections only, or the names
+            of single experts are not known.
+    """
+    adapters: Adapters = {}
+    for name, spec in resolve_lora(peft_config, linear_names, model_type=model_type).items():
+        stack = (1,) if expert_parts(name) else ()
+        adapters[name] = (spec, (torch.zeros(*stack, spec.rank, 1), torch.zeros(*stack, 2, spec.rank)))
+    stored, _ = to_per_expert_layout(adapters, model_type)
+    per_expert_config(peft_config, stored)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,10 +265,6 @@ def _stacked_target(key: str, keys: Iterable[str], config: LoraConfig) -> str:
             f"The file holds {len(present)} adapters of {experts}; target_parameters select {selected or 'none'} there."
         )
     return selected[present.index(key)]
-
-
-def _is_of_experts(name: str) -> bool:
-    return expert_parts(name) is not None or not {"shared_expert", "shared_experts"}.isdisjoint(name.split("."))
 
 
 def _key(module: str, factor: str) -> str:

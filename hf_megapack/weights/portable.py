@@ -18,7 +18,7 @@ from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from hf_megapack.errors import ConfigError, ExportError
 from hf_megapack.weights.adapter import LoraSpec, check_lora_config, lora_spec, resolve_lora
 from hf_megapack.weights.layouts import Stored, is_one_expert
-from hf_megapack.weights.targets import DOWN, GATE, GATE_UP, UP, expert_parts, pattern_matches
+from hf_megapack.weights.targets import DOWN, GATE, GATE_UP, UP, expert_parts, is_of_experts, pattern_matches
 
 
 def check_is_plain_lora(peft_config: LoraConfig) -> None:
@@ -171,7 +171,8 @@ def config_in_memory(config: LoraConfig, specs: Mapping[str, LoraSpec]) -> LoraC
         specs: The adapters as they are in memory.
     """
     config = copy.deepcopy(config)
-    if not config.target_parameters and not any(map(expert_parts, specs)):
+    # Short names may reach routed experts here that they do not reach in peft.
+    if not config.target_parameters and not any(map(is_of_experts, specs)):
         _drop_idle_names(config, specs)
         return config
     with_one_a = sorted(name for name in specs if (expert_parts(name) or ("", ""))[1] == GATE_UP)

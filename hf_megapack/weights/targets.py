@@ -26,6 +26,7 @@ NEVER_ADAPTED = {
 # Targets reach these in peft although the caller may list linear modules only, or a tied head not at all.
 _ALWAYS_PROBED = ("lm_head", "model.embed_tokens")
 _ROUTERS = ("gate", "router", "shared_expert_gate")
+_SHARED = {"shared_expert", "shared_experts"}
 _EXPERT = re.compile(rf"(?P<experts>(?:.+\.)?experts)\.(?P<projection>{GATE}|{UP}|{DOWN}|{GATE_UP})")
 # An index or the pattern of one, escaped dots included: experts.3, experts\.\d+, experts.[0-9], experts.(1|2)
 _ONE_EXPERT = re.compile(r"experts\\?\.(?:\d|\\d|\[|\()")
@@ -47,6 +48,11 @@ def expert_parts(name: str) -> tuple[str, str] | None:
     """
     match = _EXPERT.fullmatch(name)
     return (match["experts"], match["projection"]) if match else None
+
+
+def is_of_experts(name: str) -> bool:
+    """Say whether a path shows that its model has experts: it is of routed or of shared ones."""
+    return expert_parts(name) is not None or not _SHARED.isdisjoint(name.split("."))
 
 
 def never_message(target: str) -> str:
