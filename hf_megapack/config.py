@@ -31,10 +31,10 @@ _MINIMUM = {
     "pipeline_parallel_size": 1,
     "virtual_pipeline_parallel_size": 1,
     "context_parallel_size": 1,
+    "expert_parallel_size": 1,
 }
 # What is built so far, where the field's type allows more.
 _SUPPORTED = {
-    "expert_parallel_size": (1,),
     "attention": ("auto", "tree"),
 }
 
@@ -114,7 +114,10 @@ class MegaPackConfig(TrainingArguments):
         1, "Runs of layers on each pipeline rank; more than 1 interleaves them and needs pipeline_parallel_size > 1."
     )
     context_parallel_size: int = _option(1, "Ranks that split each row's slots between them.")
-    expert_parallel_size: int = _option(1, "Ranks that split the experts between them. Only 1 is supported.")
+    expert_parallel_size: int = _option(
+        1,
+        "Ranks that split each layer's experts between them, out of the tensor-, context- and data-parallel ranks.",
+    )
     sequence_parallel: bool = _option(
         False,
         "Split activations between matrices over the tensor-parallel ranks too, which saves memory; needs "
@@ -143,6 +146,13 @@ class MegaPackConfig(TrainingArguments):
     # safety
     on_nonfinite: Literal["raise", "skip"] = _option(
         "raise", "On a NaN or infinite loss or gradient norm: 'raise', or 'skip' the update, count it and log it."
+    )
+
+    # saving
+    export_format: Literal["peft", "per_expert"] = _option(
+        "peft",
+        "How adapters of experts are saved: 'peft' as peft loads them, 'per_expert' one by one for inference engines, "
+        "which need one rank and alpha for the whole adapter. Training resumes from both.",
     )
 
     # defaults that differ from TrainingArguments

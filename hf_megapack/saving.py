@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that only training needs, and replacing one that an earlier run left."""
+"""What a run saves: its adapter, the parts of a checkpoint that only training needs, and all of it in one piece."""
 
 import os
 import secrets
@@ -6,14 +6,63 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch.optim.lr_scheduler import LRScheduler
 
-from hf_megapack.errors import ExportError
+from hf_megapack.config import MegaPackConfig
+from hf_megapack.errors import ConfigError, ExportError
 from hf_megapack.weights.checkpoint import publish_directory, read_optimizer_state, save_optimizer_state, sync_file
+from hf_megapack.weights.export import check_per_expert, export_peft_adapter
 
 _SCHEDULER_FILE, _OPTIMIZER_FILE = "scheduler.pt", "optimizer.safetensors"
+
+
+def check_export(args: MegaPackConfig, peft_config: LoraConfig, backend: Any) -> None:
+    """Check before training that the adapter can be saved as asked.
+
+    Args:
+        args: Its `export_format` is checked.
+        peft_config: The adapter to train.
+        backend: Has the model's `linear_names` and `hf_config`.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    if args.export_format == "per_expert":
+        try:
+            check_per_expert(peft_config, backend.linear_names, _model_type(backend))
+        except ExportError as error:
+            raise ConfigError(str(error)) from error
+
+
+def write_adapter(
+    folder: Path, state: dict[str, torch.Tensor], args: MegaPackConfig, peft_config: LoraConfig, backend: Any
+) -> None:
+    """Write the adapter of a run.
+
+    Args:
+        folder: Where to.
+        state: PEFT key to full tensor.
+        args: Its `export_format` decides how.
+        peft_config: The adapter that was trained.
+        backend: Has the names of the base model and of its modules.
+    """
+    export_peft_adapter(
+        state,
+        peft_config,
+        folder,
+        base_model_name=backend.base_model_name,
+        linear_names=backend.linear_names,
+        export_format=args.export_format,
+        model_type=_model_type(backend),
+    )
+
+
+def _model_type(backend: Any) -> str | None:
+    return getattr(backend.hf_config, "model_type", None)
 
 
 @contextmanager

@@ -32,9 +32,9 @@ from hf_megapack.guard import SkippableOptimizer, check_adapters_learn, check_fi
 from hf_megapack.loading import build_collator, build_loader, describe_sharing, next_batch, prepare_on_rank_zero
 from hf_megapack.meter import TokenTally, UpdateMeter, token_counts
 from hf_megapack.ranks import from_rank_zero
-from hf_megapack.saving import read_training_state, replace_directory, write_training_state
+from hf_megapack.saving import check_export, read_training_state, replace_directory, write_adapter, write_training_state
 from hf_megapack.weights.checkpoint import sweep_staging
-from hf_megapack.weights.export import export_peft_adapter, read_peft_adapter
+from hf_megapack.weights.export import read_peft_adapter
 
 logger = logging.get_logger(__name__)
 
@@ -110,6 +110,7 @@ class MegaPackTrainer(Trainer):
         eval_dataset = prepare_on_rank_zero(eval_dataset, processing_class, args, limit=self._limit)
         set_seed(args.seed)
         self.backend = self._build_backend(base_model, args)
+        check_export(args, self.peft_config, self.backend)
         if adapter is not None:
             self.backend.load_adapter(adapter)
         if optimizers[0] is not None:
@@ -345,8 +346,7 @@ class MegaPackTrainer(Trainer):
         from_rank_zero(work, encode=lambda _: b"", decode=lambda _: None, device=self.args.device)
 
     def _write_adapter(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
-        base, names = self.backend.base_model_name, self.backend.linear_names
-        export_peft_adapter(state, self.peft_config, folder, base_model_name=base, linear_names=names)
+        write_adapter(folder, state, self.args, self.peft_config, self.backend)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 

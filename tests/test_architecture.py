@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "guard": {"ranks"},
     "loading": {"config", "data", "packing", "ranks"},
     "inspect": {"config", "data", "loading", "packing", "picture"},
-    "saving": {"weights"},
+    "saving": {"config", "weights"},
     "checks": {"arguments", "config", "data", "guard", "weights"},
     "trainer": {
         "batch",

@@ -14,24 +14,25 @@ from transformers import AutoConfig, PretrainedConfig
 
 from hf_megapack.batch import PackedBatch, PackedRow, StepResult
 from hf_megapack.errors import BackendError, ExportError
+from hf_megapack.megatron.experts import (
+    adaptable_names,
+    attach_expert_lora,
+    expert_factor_keys,
+    expert_lora_parameters,
+    expert_names,
+    initialize_expert_lora,
+)
 from hf_megapack.megatron.families import family_of
 from hf_megapack.megatron.host import compute_device, host_device
-from hf_megapack.megatron.lora import (
-    FactorStacks,
-    attach_lora,
-    factor_keys,
-    initialize_lora,
-    linear_rules,
-    lora_parameters,
-)
+from hf_megapack.megatron.lora import FactorStacks, attach_lora, factor_keys, initialize_lora, lora_parameters
 from hf_megapack.megatron.model import ModelOptions, build_model, compile_layers, whole_model_rules
+from hf_megapack.megatron.moe import check_experts
 from hf_megapack.megatron.parallel import initialize_parallel
 from hf_megapack.megatron.recompute import RecomputePolicy
-from hf_megapack.megatron.shards import gather_full, take_shard
+from hf_megapack.megatron.shards import Split, gather_full, take_shard
 from hf_megapack.megatron.step import forward_row, microbatch, reduce_gradients, run_batch
 from hf_megapack.weights.adapter import resolve_lora
 from hf_megapack.weights.load import checkpoint_folder
-from hf_megapack.weights.names import module_of
 
 if TYPE_CHECKING:
     from hf_megapack.config import MegaPackConfig
@@ -65,8 +66,8 @@ class MegatronBackend:
         family = family_of(self.hf_config)
         family.check(self.hf_config)
         heads, rules = family.heads(self.hf_config), family.rules(self.hf_config)
-        names = [module_of(source) for rule in linear_rules(rules) for source in rule.sources]
-        self.linear_names = [*names, "lm_head"]
+        check_experts(family.experts(self.hf_config), args)
+        self.linear_names = [*adaptable_names(rules), "lm_head"]
         specs = resolve_lora(peft_config, self.linear_names, model_type=self.hf_config.model_type)
         self.layout = initialize_parallel(args)
         rules = whole_model_rules(self.hf_config, family, self.layout)
@@ -83,15 +84,21 @@ class MegatronBackend:
         self._recompute = RecomputePolicy(
             args.recompute, self.model[0].config, self.layout, is_compiled=args.torch_compile
         )
-        attach_lora(self.model, rules, specs, heads, self.layout)
+        of_experts = expert_names(rules)
+        dense_specs = {name: spec for name, spec in specs.items() if name not in of_experts}
+        attach_lora(self.model, rules, dense_specs, heads, self.layout)
+        attach_expert_lora(self.model, rules, specs)
         initialize_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
+        initialize_expert_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
         self._stacks = FactorStacks(self.model)
         if args.torch_compile:
             compile_layers(self.model)
-        self._all_keys = frozenset(factor_keys(rules, specs))
-        factors = list(lora_parameters(self.model, rules))
-        self.parameters = {key: parameter for key, parameter, _ in factors}
-        self._split_dims = {key: split_dim for key, _, split_dim in factors}
+        self._all_keys = frozenset([*factor_keys(rules, specs), *expert_factor_keys(rules, specs)])
+        self.parameters, self._splits = {}, {}
+        for key, parameter, dim in lora_parameters(self.model, rules):
+            self.parameters[key], self._splits[key] = parameter, Split(axis="tensor", dim=dim)
+        for key, parameter in expert_lora_parameters(self.model, rules):
+            self.parameters[key], self._splits[key] = parameter, Split(axis="expert", dim=0)
 
     @property
     def rank(self) -> int:
@@ -135,7 +142,7 @@ class MegatronBackend:
             parameter.grad = None
         result = self._run(batch, wants_grad=True)
         self._stacks.collect()
-        reduce_gradients(self.parameters, self._split_dims, self.layout)
+        reduce_gradients(self.parameters, self._splits, self.layout)
         return result
 
     def eval_step(self, batch: PackedBatch) -> StepResult:
@@ -172,20 +179,29 @@ class MegatronBackend:
 
     def grad_norm(self) -> float:
         """Return the 2-norm of the gradient over all factors of all ranks, the same number on every rank."""
+        layout = self.layout
         total = torch.zeros((), dtype=torch.float64, device=compute_device())
-        for key, parameter in self.parameters.items():
-            # Every tensor-parallel rank holds the whole of a replicated factor; one of them counts it.
-            if parameter.grad is not None and (self._split_dims[key] is not None or self.layout.tensor_rank == 0):
-                total += parameter.grad.double().square().sum()
-        if self.layout.model_group.size() > 1:
-            dist.all_reduce(total, group=self.layout.model_group)
+        for axis, group in (("tensor", layout.model_group), ("expert", layout.expert_model_group)):
+            counted = [
+                parameter.grad
+                for key, parameter in self.parameters.items()
+                # Every tensor-parallel rank holds the whole of a replicated factor; one of them counts it.
+                if self._splits[key].axis == axis
+                and parameter.grad is not None
+                and (self._splits[key].dim is not None or layout.tensor_rank == 0)
+            ]
+            norms = torch._foreach_norm(counted, 2, torch.float64) if counted else []
+            squares = torch.stack([*norms, torch.zeros_like(total)]).square().sum()
+            if group.size() > 1:
+                dist.all_reduce(squares, group=group)
+            total += squares
         return float(total.sqrt())
 
     def scale_grads(self, factor: float) -> None:
         """Multiply every gradient by a factor."""
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """Return the full adapter. A collective: every rank calls it.
@@ -196,7 +212,7 @@ class MegatronBackend:
         Raises:
             ExportError: If the ranks' shards do not fit together.
         """
-        return gather_full({k: (p, self._split_dims[k]) for k, p in self.parameters.items()}, self.layout)
+        return gather_full({k: (p, self._splits[k]) for k, p in self.parameters.items()}, self.layout)
 
     def load_adapter(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace the factors by those of a full adapter.
@@ -214,7 +230,7 @@ class MegatronBackend:
                 f"({', '.join(missing[:3]) or 'none'}), {len(extra)} are unknown ({', '.join(extra[:3]) or 'none'}). "
                 "Use the LoraConfig that the adapter was made with."
             )
-        shards = {key: take_shard(state[key], self._split_dims[key], self.layout) for key in self.parameters}
+        shards = {key: take_shard(state[key], self._splits[key], self.layout) for key in self.parameters}
         for key, shard in shards.items():
             if shard.shape != self.parameters[key].shape:
                 raise ExportError(
@@ -238,7 +254,8 @@ class MegatronBackend:
         for key, parameter in self.parameters.items():
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    local[f"{name}/{key}"] = (value, self._split_dims[key] if value.dim() else None)
+                    split = self._splits[key]
+                    local[f"{name}/{key}"] = (value, split if value.dim() else split.without_dim())
         return gather_full(local, self.layout)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, torch.Tensor]) -> None:
@@ -258,7 +275,7 @@ class MegatronBackend:
                 raise ExportError(f"The optimizer state {full_key} belongs to no factor of the adapter being trained.")
             if key not in self.parameters:
                 continue
-            shard = take_shard(value, self._split_dims[key] if value.dim() else None, self.layout)
+            shard = take_shard(value, self._splits[key], self.layout) if value.dim() else value
             parameter = self.parameters[key]
             if value.dim() and shard.shape != parameter.shape:
                 raise ExportError(f"The optimizer state {full_key} has shape {tuple(value.shape)}, unlike its factor.")

@@ -11,6 +11,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hf_megapack.weights.names import module_of
 
+# What a router adds to its scores: a buffer in Megatron-Core, a stored tensor of the model.
+STORED_BUFFERS = (".expert_bias",)
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
@@ -56,12 +58,11 @@ class ModelChunks(torch.nn.ModuleList):
         chunk, local = self.find(path)
         setattr(chunk.get_submodule(module_of(local)), local.rpartition(".")[2], module)
 
-    def whole_model_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's parameters under their names in a model of all layers."""
+    def whole_model_parameters(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters and stored buffers under their names in a model of all layers."""
         named = {}
         for chunk, first in zip(self, self._first_layers, strict=True):
-            for name, parameter in chunk.named_parameters():
-                named[_LAYER.sub(lambda layer, first=first: f"decoder.layers.{int(layer[1]) + first}.", name)] = (
-                    parameter
-                )
+            buffers = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(STORED_BUFFERS)]
+            for name, tensor in [*chunk.named_parameters(), *buffers]:
+                named[_LAYER.sub(lambda layer, first=first: f"decoder.layers.{int(layer[1]) + first}.", name)] = tensor
         return named

@@ -13,11 +13,13 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import PretrainedConfig
 
 from hf_megapack.kernels.pointwise import HeadNorm, split_heads, swiglu
 from hf_megapack.megatron.attention import TreeAttention, TreeParams
 from hf_megapack.megatron.families import DenseFamily
 from hf_megapack.megatron.lora_products import Origin, keep_origin
+from hf_megapack.megatron.moe import put_in_experts
 
 
 class FrozenRMSNorm(torch.nn.RMSNorm):
@@ -103,27 +105,34 @@ class TreeMLP(MLP):
         return self.linear_fc2(keep_origin(activation, Origin(swiglu, gate_up)) if self.is_recomputed else activation)
 
 
-def layer_spec(family: DenseFamily, *, fp8: bool) -> ModuleSpec:
+def layer_spec(config: PretrainedConfig, family: DenseFamily, layer: int, *, fp8: bool) -> ModuleSpec:
     """Return the spec of one layer.
 
     Args:
-        family: The model's family.
+        config: transformers configuration.
+        family: Its family.
+        layer: Which layer of the model.
         fp8: Whether linears are Transformer Engine's, which have FP8 products. Otherwise they are Megatron-Core's own:
             with frozen weights both compute the same two products, and `LoraLinear` joins its own to the latter.
     """
-    spec = get_gpt_layer_local_spec(qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
-    layer, column, row = spec.submodules, ColumnParallelLinear, RowParallelLinear
+    settings = family.experts(config)
+    num_experts = settings.num_experts if settings is not None and settings.has_experts[layer] else None
+    spec = get_gpt_layer_local_spec(num_experts, qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
+    parts, column, row = spec.submodules, ColumnParallelLinear, RowParallelLinear
     if fp8:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
         column, row = TEColumnParallelLinear, TERowParallelLinear
-    layer.input_layernorm = layer.pre_mlp_layernorm = FrozenRMSNorm
-    layer.self_attention.module = TreeSelfAttention
-    attention = layer.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = FrozenRMSNorm
+    parts.self_attention.module = TreeSelfAttention
+    attention = parts.self_attention.submodules
     attention.linear_qkv, attention.core_attention, attention.linear_proj = column, TreeAttention, row
     if family.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = FrozenRMSNorm
-    layer.mlp = _mlp_spec(MLPSubmodules(linear_fc1=column, linear_fc2=row))
+    if num_experts is not None:
+        put_in_experts(parts.mlp)
+    else:
+        parts.mlp = _mlp_spec(MLPSubmodules(linear_fc1=column, linear_fc2=row))
     return spec
 
 

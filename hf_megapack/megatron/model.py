@@ -7,6 +7,7 @@ layer (`_preprocess`) and what is made of the last hidden state (`_postprocess`)
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -26,11 +27,12 @@ from hf_megapack.megatron.families import DenseFamily
 from hf_megapack.megatron.host import compute_device, has_gpu, host_device
 from hf_megapack.megatron.layers import FrozenRMSNorm, layer_spec
 from hf_megapack.megatron.loss import LossTerms, frozen_head_loss
+from hf_megapack.megatron.moe import expert_options, keep_routers_wide
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.megatron.regions import enter_tensor_parallel
 from hf_megapack.megatron.rotary import rotary_frequencies, rotation
 from hf_megapack.weights.load import draw_parameters, load_parameters
-from hf_megapack.weights.names import WeightRule, module_of
+from hf_megapack.weights.names import Part, WeightRule, module_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,11 +152,12 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pipeline_size,
         virtual_pipeline_model_parallel_size=layout.num_chunks if is_interleaved else None,
         variable_seq_lengths=layout.pipeline_size > 1,
-        # Asked for together with variable lengths even where there are no experts.
+        # Asked for together with variable lengths even where there are no experts; the only one for unequal rows.
         moe_token_dispatcher_type="alltoall",
         # Batched, an interleaved pipeline would pair the shape of one microbatch with the tensor of another.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
+        **expert_options(family.experts(config), layout),
     )
     result.tree_windows = family.windows(config)
     return result
@@ -171,13 +174,8 @@ def check_sizes(config: PretrainedConfig, family: DenseFamily, layout: ParallelL
     Raises:
         ConfigError: Naming the number.
     """
-    heads, split = family.heads(config), layout.tensor_size
-    for name, size in (
-        ("num_attention_heads", heads.num_heads),
-        ("num_key_value_heads", heads.num_groups),
-        ("intermediate_size", config.intermediate_size),
-        ("vocab_size", config.vocab_size),
-    ):
+    split = layout.tensor_size
+    for name, size in family.split_sizes(config).items():
         if size % split:
             raise ConfigError(f"The model's {name} {size} is not a multiple of tensor_parallel_size={split}.")
     stages = layout.pipeline_size * layout.num_chunks
@@ -239,17 +237,23 @@ def build_model(  # noqa: PLR0913 (which model, which part of it, and how)
         model = ModelChunks([_build_chunk(config, family, mcore_config, layout, k) for k in range(layout.num_chunks)])
     _add_biases(model, {rule.parameter for rule in rules}, dtype)
     model.to(device=compute_device(), dtype=dtype)
+    keep_routers_wide(model)
     frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
     for chunk in model:
         chunk.rotary_frequencies = frequencies.to(compute_device())
     model.requires_grad_(False)
     parameters, heads = model.whole_model_parameters(), family.heads(config)
-    shard = {"part": layout.tensor_rank, "num_parts": layout.tensor_size}
+    part = Part(
+        tensor_rank=layout.tensor_rank,
+        tensor_size=layout.tensor_size,
+        expert_rank=layout.expert_rank,
+        expert_size=layout.expert_size,
+    )
     if folder is None:
-        draw_parameters(rules, parameters, heads, std=config.initializer_range, seed=seed, **shard)
+        draw_parameters(rules, parameters, heads, std=config.initializer_range, seed=seed, part=part)
     else:
-        ignored = ("lm_head.weight",) if config.tie_word_embeddings else ()
-        load_parameters(folder, rules, parameters, heads, ignored=ignored, **shard)
+        ignored = functools.partial(family.is_unread, config)
+        load_parameters(folder, rules, parameters, heads, ignored=ignored, part=part)
     return model
 
 
@@ -280,10 +284,14 @@ def _build_chunk(
     num_layers = config.num_hidden_layers // (layout.pipeline_size * layout.num_chunks)
     frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
     is_tied_here = bool(config.tie_word_embeddings) and layout.pipeline_size == 1
-    spec = layer_spec(family, fp8=mcore_config.fp8 is not None)
+    first = (chunk * layout.pipeline_size + layout.pipeline_rank) * num_layers
+    layers = range(first, first + num_layers)
     return TreeGPTModel(
         config=mcore_config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=FrozenRMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer_spec(config, family, layer, fp8=mcore_config.fp8 is not None) for layer in layers],
+            layer_norm=FrozenRMSNorm,
+        ),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         pre_process=layout.pipeline_rank == 0 and chunk == 0,

@@ -44,6 +44,12 @@ class ParallelLayout:
         data_size: Number of processes that hold the same weights and run different rows.
         replica_group: All processes that hold the same weights: over them gradients and losses are summed.
         model_group: The processes that together hold one whole model: tensor times pipeline.
+        expert_rank: Rank among the processes that share the experts of each layer. These are taken from the tensor-,
+            context- and data-parallel processes of one pipeline stage, in this order.
+        expert_size: Number of processes that share the experts of each layer.
+        expert_replica_rank: Rank among the processes that hold the same experts.
+        expert_replica_group: The group of those processes: over them the gradients of experts are summed.
+        expert_model_group: The processes that together hold all experts of all layers once.
     """
 
     rank: int
@@ -63,6 +69,11 @@ class ParallelLayout:
     data_size: int
     replica_group: dist.ProcessGroup
     model_group: dist.ProcessGroup
+    expert_rank: int
+    expert_size: int
+    expert_replica_rank: int
+    expert_replica_group: dist.ProcessGroup
+    expert_model_group: dist.ProcessGroup
 
 
 def join_world() -> None:
@@ -108,13 +119,19 @@ def initialize_parallel(args: "MegaPackConfig") -> ParallelLayout:
     join_world()
     tensor, pipeline, context = args.tensor_parallel_size, args.pipeline_parallel_size, args.context_parallel_size
     num_chunks, world_size = args.virtual_pipeline_parallel_size, dist.get_world_size()
+    expert = args.expert_parallel_size
     if world_size % (tensor * pipeline * context):
         raise ConfigError(
             f"tensor_parallel_size={tensor} x pipeline_parallel_size={pipeline} x context_parallel_size={context} "
             f"needs a multiple of {tensor * pipeline * context} processes; there are {world_size}. Launch as many, or "
             "lower a size."
         )
-    wanted = (tensor, pipeline, num_chunks if num_chunks > 1 else None, context)
+    if world_size // pipeline % expert:
+        raise ConfigError(
+            f"expert_parallel_size={expert} does not divide the {world_size // pipeline} processes of a pipeline "
+            f"stage ({world_size} processes, pipeline_parallel_size={pipeline}). Launch as many, or lower it."
+        )
+    wanted = (tensor, pipeline, num_chunks if num_chunks > 1 else None, context, expert)
     with host_device():
         if parallel_state.model_parallel_is_initialized() and _current_sizes() != wanted:
             parallel_state.destroy_model_parallel()
@@ -124,6 +141,9 @@ def initialize_parallel(args: "MegaPackConfig") -> ParallelLayout:
                 pipeline_model_parallel_size=pipeline,
                 virtual_pipeline_model_parallel_size=wanted[2],
                 context_parallel_size=context,
+                expert_model_parallel_size=expert,
+                # Experts are small enough to stay whole.
+                expert_tensor_parallel_size=1,
                 create_gloo_process_groups=False,
             )
         if has_gpu():
@@ -149,13 +169,19 @@ def initialize_parallel(args: "MegaPackConfig") -> ParallelLayout:
         data_size=parallel_state.get_data_parallel_world_size(),
         replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=expert,
+        expert_replica_rank=parallel_state.get_expert_data_parallel_rank(),
+        expert_replica_group=parallel_state.get_expert_data_parallel_group(),
+        expert_model_group=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
     )
 
 
-def _current_sizes() -> tuple[int, int, int | None, int]:
+def _current_sizes() -> tuple[int, int, int | None, int, int]:
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
     )

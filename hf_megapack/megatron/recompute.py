@@ -65,14 +65,21 @@ class LayerMemory:
         heads = config.num_attention_heads * config.kv_channels / split
         groups = config.num_query_groups * config.kv_channels / split
         ffn = config.ffn_hidden_size / split
+        # Tokens on their way to experts and back, what each expert makes of them, and the shared expert's own.
+        experts = config.moe_router_topk * (3 * config.hidden_size + 4 * (config.moe_ffn_hidden_size or 0))
+        shared = 3 * (config.moe_shared_expert_intermediate_size or 0) / split
+        is_mixture = config.num_moe_experts is not None
         # Two residuals, fused projection, rotated heads, attention's output, gate and up.
         base = 2 * hidden + 2 * (heads + 2 * groups) + heads + 2 * ffn
-        norms_and_activation = 2 * hidden + ffn
+        kept = base + 2 * hidden + ffn
+        if is_mixture:
+            # The largest layer counts: the first ones of some models are dense.
+            kept = max(kept, base - 2 * ffn + 2 * hidden + experts + shared)
         return cls(
-            kept=int(size * (base + norms_and_activation)),
-            selective=int(size * base),
+            kept=int(size * kept),
+            selective=int(size * (kept if is_mixture else base)),
             full=int(size * hidden),
-            transient=int(size * (base + norms_and_activation + 4 * ffn)),
+            transient=int(size * (2 * kept if is_mixture else kept + 4 * ffn)),
         )
 
 
@@ -118,7 +125,8 @@ class RecomputePolicy:
 
     def __init__(self, mode: str, config: TransformerConfig, layout: ParallelLayout, *, is_compiled: bool = False):
         self._mode = mode
-        self._may_be_selective = not is_compiled
+        # Beside experts there is little that costs no matrix product.
+        self._may_be_selective = not is_compiled and config.num_moe_experts is None
         self._memory = LayerMemory.of(config)
         self._layout = layout
         self._budget = float("inf")
@@ -155,6 +163,7 @@ class RecomputePolicy:
             chunk.config.recompute_num_layers = choice.num_full
         for index, layer in enumerate(layers):
             for part in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.mlp):
+                # A layer of experts has no such choice.
                 part.is_recomputed = choice.is_selective and index >= choice.num_full
         if self._mode == "auto" and choice not in self._told and self._layout.rank == 0:
             self._told.add(choice)

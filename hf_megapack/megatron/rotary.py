@@ -11,6 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_megapack.errors import ConfigError
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+# The others ignore partial_rotary_factor, or cannot compute with it.
+PARTLY_ROTATED = ("glm4_moe",)
 
 
 def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.Tensor, float]:
@@ -21,14 +23,17 @@ def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.T
         head_dim: Size of one attention head.
 
     Returns:
-        Inverse frequencies, float32, shape (head_dim / 2,), in radians per position, and the attention factor by which
-        transformers multiplies both the cosine and the sine (1.0 for most scalings).
+        Inverse frequencies, float32, shape (head_dim / 2,), or fewer where only the first dimensions of a head are
+        rotated, in radians per position, and the attention factor by which transformers multiplies both the cosine and
+        the sine (1.0 for most scalings).
 
     Raises:
-        ConfigError: If the scaling is unknown, depends on sequence length, or rotates only part of a head.
+        ConfigError: If the scaling is unknown or depends on sequence length, or the model would rotate part of a head
+            and its transformers class cannot.
 
     Source:
-        `transformers.models.llama.modeling_llama.LlamaRotaryEmbedding`, 5.24.
+        `transformers.models.llama.modeling_llama.LlamaRotaryEmbedding` and
+        `transformers.models.glm4_moe.modeling_glm4_moe.Glm4MoeRotaryEmbedding`, 5.24.
     """
     parameters = config.rope_parameters
     rope_type = parameters["rope_type"]
@@ -38,8 +43,10 @@ def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.T
             "sequences of different lengths has no single value. Allowed: default and every type of transformers' "
             f"ROPE_INIT_FUNCTIONS except {', '.join(LENGTH_DEPENDENT)}. Use a model with yarn, llama3 or linear."
         )
+    is_partial = config.model_type in PARTLY_ROTATED
+    rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) if is_partial else head_dim
     if rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
         frequencies, factor = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     elif rope_type in ROPE_INIT_FUNCTIONS:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config)
@@ -48,10 +55,10 @@ def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.T
             f"rope_type {rope_type!r} is unknown to the installed transformers, which has "
             f"{', '.join(['default', *ROPE_INIT_FUNCTIONS])}."
         )
-    if frequencies.numel() * 2 != head_dim:
+    if frequencies.numel() * 2 != rotated:
         raise ConfigError(
-            f"The model rotates {frequencies.numel() * 2} of {head_dim} dimensions of a head. Only fully rotated heads "
-            "are supported (partial_rotary_factor 1.0)."
+            f"The model rotates {frequencies.numel() * 2} of {head_dim} dimensions of a head; {config.model_type} is "
+            f"supported with {rotated} (partial_rotary_factor)."
         )
     return frequencies.float(), float(factor)
 

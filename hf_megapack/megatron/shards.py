@@ -5,6 +5,7 @@ The full tensors carry PEFT key names, so what one layout saves any other can lo
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,32 +15,64 @@ from hf_megapack.megatron.parallel import ParallelLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Over which ranks a factor is spread.
+
+    Attributes:
+        axis: "tensor" for the factors of ordinary linears, "expert" for those of experts.
+        dim: Dimension that the ranks of this axis split, None if each of them holds the whole.
+    """
+
+    axis: Literal["tensor", "expert"]
+    dim: int | None
+
+    def rank(self, layout: ParallelLayout) -> int:
+        """Return this rank's place among those of the axis."""
+        return layout.expert_rank if self.axis == "expert" else layout.tensor_rank
+
+    def size(self, layout: ParallelLayout) -> int:
+        """Return the number of ranks of the axis."""
+        return layout.expert_size if self.axis == "expert" else layout.tensor_size
+
+    def counts_here(self, layout: ParallelLayout) -> bool:
+        """Return whether this rank stands for all that hold the same part, in what is gathered from all ranks."""
+        if self.axis == "expert":
+            return layout.expert_replica_rank == 0
+        return layout.data_rank == 0 and layout.context_rank == 0
+
+    def without_dim(self) -> "Split":
+        """Return where a tensor is that belongs to the factor and is not split, a step count for one."""
+        return Split(axis=self.axis, dim=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
     """What one rank holds of one tensor.
 
     Attributes:
         tensor: The local values, on the CPU.
-        split_dim: Dimension that tensor parallelism splits, None for a replicated tensor.
-        tensor_rank: Rank among the tensor-parallel ranks.
+        split: Over which ranks the tensor is spread.
+        rank: Which of them this is.
+        size: How many they are.
     """
 
     tensor: torch.Tensor
-    split_dim: int | None
-    tensor_rank: int
+    split: Split
+    rank: int
+    size: int
 
 
-def merge_shards(contributions: Iterable[Mapping[str, Shard]], tensor_size: int) -> dict[str, torch.Tensor]:
+def merge_shards(contributions: Iterable[Mapping[str, Shard]]) -> dict[str, torch.Tensor]:
     """Put the shards of all ranks together.
 
     Args:
-        contributions: What each rank with data- and context-parallel rank 0 holds.
-        tensor_size: Number of tensor-parallel ranks.
+        contributions: What the ranks hold; of those that hold the same part, one.
 
     Returns:
         Full tensors under their keys, sorted by key.
 
     Raises:
-        ExportError: If a key's shards do not come from every tensor-parallel rank exactly once, or disagree.
+        ExportError: If a key's shards do not come from every rank of its axis exactly once, or disagree.
     """
     pieces: dict[str, list[Shard]] = {}
     for contribution in contributions:
@@ -47,27 +80,26 @@ def merge_shards(contributions: Iterable[Mapping[str, Shard]], tensor_size: int)
             pieces.setdefault(key, []).append(shard)
     merged = {}
     for key in sorted(pieces):
-        shards = sorted(pieces[key], key=lambda shard: shard.tensor_rank)
-        ranks = [shard.tensor_rank for shard in shards]
-        if ranks != list(range(tensor_size)):
-            raise ExportError(f"{key} came from tensor ranks {ranks}; each of the {tensor_size} sends it once.")
-        first = shards[0]
-        if any(s.split_dim != first.split_dim or s.tensor.shape != first.tensor.shape for s in shards):
+        shards = sorted(pieces[key], key=lambda shard: shard.rank)
+        ranks, first = [shard.rank for shard in shards], shards[0]
+        if ranks != list(range(first.size)):
+            raise ExportError(
+                f"{key} came from {first.split.axis} ranks {ranks}; each of the {first.size} sends it once."
+            )
+        if any(s.split != first.split or s.tensor.shape != first.tensor.shape for s in shards):
             raise ExportError(f"The ranks' shards of {key} differ in shape: {[tuple(s.tensor.shape) for s in shards]}.")
-        if first.split_dim is None:
+        if first.split.dim is None:
             merged[key] = first.tensor
         else:
-            merged[key] = torch.cat([shard.tensor for shard in shards], dim=first.split_dim)
+            merged[key] = torch.cat([shard.tensor for shard in shards], dim=first.split.dim)
     return merged
 
 
-def gather_full(
-    local: Mapping[str, tuple[torch.Tensor, int | None]], layout: ParallelLayout
-) -> dict[str, torch.Tensor]:
+def gather_full(local: Mapping[str, tuple[torch.Tensor, Split]], layout: ParallelLayout) -> dict[str, torch.Tensor]:
     """Return the full tensors on every rank. A collective: every rank calls it.
 
     Args:
-        local: This rank's tensors under their keys, each with the dimension that tensor parallelism splits.
+        local: This rank's tensors under their keys, each with the ranks that it is spread over.
         layout: Where this rank stands.
 
     Returns:
@@ -77,23 +109,28 @@ def gather_full(
         ExportError: See `merge_shards`.
     """
     mine = {
-        key: Shard(tensor=tensor.detach().to("cpu", copy=True), split_dim=split_dim, tensor_rank=layout.tensor_rank)
-        for key, (tensor, split_dim) in local.items()
-        if layout.data_rank == 0 and layout.context_rank == 0
+        key: Shard(
+            tensor=tensor.detach().to("cpu", copy=True),
+            split=split,
+            rank=split.rank(layout),
+            size=split.size(layout),
+        )
+        for key, (tensor, split) in local.items()
+        if split.counts_here(layout)
     }
     everyone = [mine]
     if layout.world_size > 1:
         everyone = [None] * layout.world_size
         dist.all_gather_object(everyone, mine)
-    return merge_shards(everyone, layout.tensor_size)
+    return merge_shards(everyone)
 
 
-def take_shard(full: torch.Tensor, split_dim: int | None, layout: ParallelLayout) -> torch.Tensor:
+def take_shard(full: torch.Tensor, split: Split, layout: ParallelLayout) -> torch.Tensor:
     """Return this rank's part of a full tensor.
 
     Args:
         full: The tensor.
-        split_dim: Dimension that tensor parallelism splits, None for a replicated tensor.
+        split: Over which ranks it is spread.
         layout: Where this rank stands.
     """
-    return full if split_dim is None else full.chunk(layout.tensor_size, dim=split_dim)[layout.tensor_rank]
+    return full if split.dim is None else full.chunk(split.size(layout), dim=split.dim)[split.rank(layout)]

@@ -22,6 +22,7 @@ from hf_megapack.megatron.loss import LossTerms
 from hf_megapack.megatron.model import TreeGPTModel
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.megatron.recompute import RecomputePolicy
+from hf_megapack.megatron.shards import Split
 from hf_megapack.packing import RankLayout
 
 
@@ -172,21 +173,24 @@ def run_batch(
 
 
 def reduce_gradients(
-    parameters: Mapping[str, torch.nn.Parameter], split_dims: Mapping[str, int | None], layout: ParallelLayout
+    parameters: Mapping[str, torch.nn.Parameter], splits: Mapping[str, Split], layout: ParallelLayout
 ) -> None:
     """Sum gradients over the ranks that each computed a part of them.
 
     With sequence parallelism a factor that every tensor-parallel rank holds has seen that rank's slots only. Every
-    factor has seen only the rows, or parts of rows, of its own data- and context-parallel rank.
+    factor has seen only the rows, or parts of rows, of its own data- and context-parallel rank. An expert has seen what
+    the ranks that share the experts sent it, but not what others sent to its copies.
 
     Args:
         parameters: The factors of this rank; one without a gradient counts as zero.
-        split_dims: For each the dimension that tensor parallelism splits, None for a replicated factor.
+        splits: Over which ranks each is spread.
         layout: Where this rank stands.
     """
+    dense = {key: p for key, p in parameters.items() if splits[key].axis == "tensor"}
     if layout.sequence_parallel:
-        _sum_over([p for key, p in parameters.items() if split_dims[key] is None], layout.tensor_group)
-    _sum_over(list(parameters.values()), layout.replica_group)
+        _sum_over([p for key, p in dense.items() if splits[key].dim is None], layout.tensor_group)
+    _sum_over(list(dense.values()), layout.replica_group)
+    _sum_over([p for key, p in parameters.items() if key not in dense], layout.expert_replica_group)
 
 
 def _sum_over(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -28,7 +28,8 @@ from hf_megapack.weights.checkpoint import (
     save_optimizer_state,
     sweep_staging,
 )
-from hf_megapack.weights.export import export_peft_adapter, read_peft_adapter, verify_with_peft
+from hf_megapack.weights.export import export_peft_adapter, read_peft_adapter
+from hf_megapack.weights.verify import verify_with_peft
 
 __all__ = [
     "LORA_FIELDS",

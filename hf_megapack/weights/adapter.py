@@ -1,26 +1,43 @@
 """Read peft's LoraConfig: which linear modules get an adapter, of which rank and scale, and how its factors begin.
 
-Selection is decided by peft's own matching functions, so a config means here what it means in `peft.get_peft_model`. A
-config that asks for anything this package does not do is refused by name. This module reads names only: it needs no
-model, no weights and no Megatron.
+Selection is decided by peft's own matching functions, so a config means here what it means in `peft.get_peft_model`,
+except that target_modules reach routed experts too. A config that asks for anything this package does not do is refused
+by name. This module reads names only: it needs no model, no weights and no Megatron.
 """
 
 import copy
 import dataclasses
 import math
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.other import get_pattern_key
 
 from hf_megapack.errors import ConfigError
+from hf_megapack.weights.targets import (
+    GATE,
+    GATE_UP,
+    NEVER_ADAPTED,
+    UP,
+    ancestors,
+    check_pattern_keys,
+    check_target_entries,
+    default_targets,
+    expert_parts,
+    is_never_adapted,
+    names_parameter,
+    never_message,
+    nothing_selected_message,
+    probed_names,
+    selected_modules,
+    selected_parameters,
+    warn_if_nothing_is_excluded,
+)
 
 _HONOURED = (
     "task_type",
@@ -28,6 +45,7 @@ _HONOURED = (
     "r",
     "lora_alpha",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "layers_to_transform",
     "layers_pattern",
@@ -60,7 +78,6 @@ _REFUSED = {
     "lora_ga_config": "it replaces the base weights; leave it None",
     "layer_replication": "the layers are those of the base model; leave it None",
     "lora_bias": "adapters have no bias; leave it False",
-    "target_parameters": "adapters sit on linear modules; name those in target_modules",
     "ensure_weight_tying": "lm_head and embed_tokens cannot be targets, so there is nothing to tie; leave it False",
     "use_dora": _NO_VARIANT,
     "velora_config": _NO_VARIANT,
@@ -79,18 +96,10 @@ LORA_FIELDS: dict[str, Literal["honoured", "refused", "irrelevant"]] = {
 }
 """What becomes of each field of LoraConfig. A refused field may keep its default; an irrelevant one changes nothing."""
 
-_NEVER_ADAPTED = {
-    **dict.fromkeys(("lm_head", "embed_out"), "the output head"),
-    **dict.fromkeys(("embed_tokens", "embeddings", "wte"), "the embedding"),
-    **dict.fromkeys(("gate", "router", "shared_expert_gate"), "a router"),
-}
-# Targets reach these in peft although the caller may list linear modules only, or a tied head not at all.
-_ALWAYS_PROBED = ("lm_head", "model.embed_tokens")
-
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """The adapter of one linear module.
+    """The adapter of one linear module, or of the same projection of every expert of one layer.
 
     Attributes:
         rank: Rows of A and columns of B.
@@ -136,8 +145,8 @@ def check_lora_config(peft_config: LoraConfig) -> None:
         peft_config: What the user gave as `peft_config`.
 
     Raises:
-        ConfigError: If it is not peft's LoraConfig, sets a refused field, names lm_head or embed_tokens as target, or
-            has a rank, an alpha or a regular expression that cannot be used.
+        ConfigError: If it is not peft's LoraConfig, sets a refused field, names the head, an embedding or a router as
+            target, or has a rank, an alpha or a regular expression that cannot be used.
     """
     if type(peft_config) is not LoraConfig:
         raise ConfigError(f"peft_config must be a peft.LoraConfig, got {type(peft_config).__name__}.")
@@ -155,10 +164,11 @@ def check_lora_config(peft_config: LoraConfig) -> None:
             raise ConfigError(f"LoraConfig.{where} must be a finite number other than 0, got {alpha!r}.")
     for where in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
         _check_patterns(where, getattr(peft_config, where))
-    targets = peft_config.target_modules
-    for target in () if targets is None or isinstance(targets, str) else targets:
-        if target.rpartition(".")[2] in _NEVER_ADAPTED:
-            raise ConfigError(_never_message(target))
+    targets, parameters = peft_config.target_modules, peft_config.target_parameters
+    listed = () if targets is None or isinstance(targets, str) else targets
+    for target in [*listed, *(parameters or ())]:
+        if is_never_adapted(target):
+            raise ConfigError(never_message(target))
 
 
 def resolve_lora(
@@ -167,23 +177,29 @@ def resolve_lora(
     """Decide which linear modules get an adapter, as `peft.get_peft_model` would on the same model.
 
     It is stricter than peft in three places where a config silently does less than it says: every entry of
-    `target_modules` and every key of `rank_pattern` and `alpha_pattern` must match a module, and
-    `layers_to_transform` cannot be combined with a full module path, which peft does not filter. As in peft,
-    `exclude_modules` that excludes nothing is only a warning.
+    `target_modules` and `target_parameters` and every key of `rank_pattern` and `alpha_pattern` must match something,
+    and `layers_to_transform` cannot be combined with a full module path or with `target_parameters`, which peft does
+    not filter. As in peft, `exclude_modules` that excludes nothing is only a warning.
+
+    It goes beyond peft where routed experts are concerned: `target_modules`, "all-linear" included, select their
+    projections under the names in `linear_names`. Experts that `target_parameters` names are adapted as it says, one A
+    for gate and up, whatever `target_modules` selects of them.
 
     Args:
         peft_config: peft's LoraConfig with Hugging Face target names.
         linear_names: Hugging Face paths of all linear modules of the whole model (not of one pipeline stage), the
-            output head included.
+            output head included. Experts are named once a layer: "...mlp.experts.gate_proj", "up_proj", "down_proj".
         model_type: `config.model_type` of the model; only needed to look up peft's default targets for
             `target_modules=None`.
 
     Returns:
-        Module path to its adapter, in the order of `linear_names`; never empty.
+        Module path to its adapter, in the order of `linear_names`; never empty. Experts with one A for gate and up
+        have the path "...mlp.experts.gate_up_proj".
 
     Raises:
-        ConfigError: If `check_lora_config` refuses the config, a target is missing or matches nothing, or a target
-            is the output head, an embedding, a router or a module that is not linear.
+        ConfigError: If `check_lora_config` refuses the config, a target is missing or matches nothing, a target is
+            the output head, an embedding, a router or a module that is not linear, or gate and up of the same experts
+            are scaled differently.
 
     Example:
         >>> names = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj", "lm_head"]
@@ -192,38 +208,34 @@ def resolve_lora(
     """
     check_lora_config(peft_config)
     config = copy.copy(peft_config)
+    by_parameter = selected_parameters(config, linear_names)
     if config.target_modules is None:
-        config.target_modules = _default_targets(model_type)
+        config.target_modules = default_targets(model_type, has_parameters=bool(by_parameter))
     is_regex = isinstance(config.target_modules, str)
     is_all_linear = is_regex and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
     if is_all_linear:
-        config.target_modules = {name for name in linear_names if name.rpartition(".")[2] not in _NEVER_ADAPTED}
+        config.target_modules = {name for name in linear_names if not is_never_adapted(name)}
     elif not is_regex:
-        _check_target_entries(config, linear_names)
-    selected = _selected(config, linear_names)
-    for name in [*selected, *_selected(config, _ALWAYS_PROBED)]:
-        if name.rpartition(".")[2] in _NEVER_ADAPTED:
-            raise ConfigError(_never_message(name))
-    # A full path selects nothing else, and with per-expert modules there are thousands of them.
-    containers = [] if is_all_linear else _selected(config, sorted(_ancestors(linear_names)))
+        check_target_entries(config, linear_names)
+    by_module = selected_modules(config, linear_names)
+    for name in [*by_module, *selected_modules(config, probed_names(linear_names))]:
+        if name.rpartition(".")[2] in NEVER_ADAPTED:
+            raise ConfigError(never_message(name))
+    # A full path selects nothing else, and there may be thousands of them.
+    containers = [] if is_all_linear else selected_modules(config, sorted(ancestors(linear_names)))
     if containers:
         raise ConfigError(
             f"target_modules={peft_config.target_modules!r} selects {containers[0]!r}, which is not a linear module; "
             f"name the linear modules below it."
         )
-    if not selected:
-        raise ConfigError(
-            f"The LoRA target matches nothing: target_modules={peft_config.target_modules!r}, "
-            f"exclude_modules={peft_config.exclude_modules!r}, layers_to_transform={peft_config.layers_to_transform!r} "
-            f"select none of the {len(linear_names)} linear modules. Names here end in "
-            f"{_last_components(linear_names)}."
-        )
-    for field in ("rank_pattern", "alpha_pattern"):
-        for key in getattr(config, field) or {}:
-            if not any(pattern_matches(key, name) for name in selected):
-                raise ConfigError(f"LoraConfig.{field} has the key {key!r}, which matches no adapted module.")
-    _warn_if_nothing_is_excluded(config, linear_names)
-    return {name: lora_spec(config, name) for name in selected}
+    targets = _ordered_targets(by_module, by_parameter, linear_names)
+    if not targets:
+        raise ConfigError(nothing_selected_message(peft_config, linear_names))
+    check_pattern_keys(config, targets)
+    warn_if_nothing_is_excluded(config, linear_names)
+    specs = {name: _spec_of(config, target) for name, target in targets.items()}
+    _check_equal_scaling(specs)
+    return specs
 
 
 def lora_spec(peft_config: LoraConfig, name: str) -> LoraSpec:
@@ -231,21 +243,20 @@ def lora_spec(peft_config: LoraConfig, name: str) -> LoraSpec:
 
     Args:
         peft_config: Source of r, lora_alpha, their patterns and use_rslora. The first pattern key that matches wins.
+            Patterns see a weight that target_parameters select under its own path, which ends in ".weight".
         name: Hugging Face path of the module.
 
     Returns:
         Its rank, alpha and scale.
     """
-    ranks, alphas = peft_config.rank_pattern or {}, peft_config.alpha_pattern or {}
-    rank = ranks.get(get_pattern_key(list(ranks), name), peft_config.r)
-    alpha = alphas.get(get_pattern_key(list(alphas), name), peft_config.lora_alpha)
-    return LoraSpec(rank, alpha, alpha / math.sqrt(rank) if peft_config.use_rslora else alpha / rank)
+    weight = f"{name}.weight"
+    is_parameter = expert_parts(name) is None and names_parameter(peft_config.target_parameters, weight)
+    return _spec_of(peft_config, weight if is_parameter else name)
 
 
-def pattern_matches(key: str, name: str) -> bool:
-    """Say whether a key of rank_pattern or alpha_pattern matches a module path, by peft's rule."""
-    # peft answers the path itself when nothing matches, which is a match only if the key is that very path.
-    return get_pattern_key([key], name) == key
+def scaling_of(rank: int, alpha: float, *, use_rslora: bool) -> float:
+    """Return the factor on B A x, as peft computes it."""
+    return alpha / math.sqrt(rank) if use_rslora else alpha / rank
 
 
 def initial_lora_weights(
@@ -288,8 +299,44 @@ def initial_lora_weights(
     return factor_a, factor_b
 
 
-def _selected(config: LoraConfig, names: Iterable[str]) -> list[str]:
-    return [name for name in names if check_target_module_exists(config, name)]
+def _spec_of(peft_config: LoraConfig, target: str) -> LoraSpec:
+    ranks, alphas = peft_config.rank_pattern or {}, peft_config.alpha_pattern or {}
+    rank = ranks.get(get_pattern_key(list(ranks), target), peft_config.r)
+    alpha = alphas.get(get_pattern_key(list(alphas), target), peft_config.lora_alpha)
+    return LoraSpec(rank, alpha, scaling_of(rank, alpha, use_rslora=bool(peft_config.use_rslora)))
+
+
+def _ordered_targets(
+    by_module: Iterable[str], by_parameter: dict[str, str], linear_names: Sequence[str]
+) -> dict[str, str]:
+    """Return each adapted module with the path that patterns see, in the order of the model."""
+    modules, parameters = set(by_module), {name: path for path, name in by_parameter.items()}
+    doubled = [name for name in by_module if name in parameters and expert_parts(name) is None]
+    if doubled:
+        raise ConfigError(
+            f"{doubled[0]!r} is selected by target_modules and its weight by target_parameters; use one of the two."
+        )
+    targets: dict[str, str] = {}
+    for name in linear_names:
+        parts = expert_parts(name)
+        fused = f"{parts[0]}.{GATE_UP}" if parts and parts[1] in (GATE, UP) else name
+        if fused in parameters:
+            targets.setdefault(fused, parameters[fused])
+        elif name in modules:
+            targets[name] = name
+    return targets
+
+
+def _check_equal_scaling(specs: dict[str, LoraSpec]) -> None:
+    for name, spec in specs.items():
+        parts = expert_parts(name)
+        other = specs.get(f"{parts[0]}.{UP}") if parts and parts[1] == GATE else None
+        if other is not None and other.scaling != spec.scaling:
+            raise ConfigError(
+                f"{name} has rank {spec.rank} and alpha {spec.alpha}, {UP} beside it {other.rank} and {other.alpha}: "
+                f"their scales {spec.scaling:g} and {other.scaling:g} differ, and an adapter of both is one parameter "
+                "in peft. Choose alpha_pattern so that the scales are equal."
+            )
 
 
 def _check_patterns(where: str, value: str | Iterable[str] | None) -> None:
@@ -298,62 +345,6 @@ def _check_patterns(where: str, value: str | Iterable[str] | None) -> None:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"LoraConfig.{where} holds {pattern!r}, no regular expression: {error}.") from error
-
-
-def _default_targets(model_type: str | None) -> set[str]:
-    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type or "")
-    if targets is None:
-        raise ConfigError(
-            f"LoraConfig.target_modules is None and peft has no default for model type {model_type!r}; name the "
-            f'targets, or use "all-linear".'
-        )
-    return set(targets)
-
-
-def _check_target_entries(config: LoraConfig, linear_names: Sequence[str]) -> None:
-    layers = config.layers_to_transform
-    filters_layers = layers is not None and layers != []
-    everything = (*linear_names, *_ancestors(linear_names))
-    for target in sorted(config.target_modules or ()):
-        if filters_layers and target in linear_names:
-            raise ConfigError(
-                f"target_modules names the full path {target!r}, which layers_to_transform={layers!r} does not filter "
-                f"in peft; use one of the two."
-            )
-        if not any(name == target or name.endswith(f".{target}") for name in everything):
-            raise ConfigError(
-                f"The LoRA target {target!r} matches nothing; linear modules here end in "
-                f"{_last_components(linear_names)}. Remove or correct the entry."
-            )
-
-
-def _warn_if_nothing_is_excluded(config: LoraConfig, linear_names: Sequence[str]) -> None:
-    excluded = config.exclude_modules
-    if not excluded:
-        return
-    # Excluding follows the rule of targeting without layer filters, so peft's targeting answers the question.
-    probe = LoraConfig(target_modules=excluded)
-    if not _selected(probe, (*linear_names, *_ancestors(linear_names), *_ALWAYS_PROBED)):
-        warnings.warn(f"exclude_modules={excluded!r} excludes nothing.", stacklevel=3)
-
-
-def _ancestors(names: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    for name in names:
-        while "." in name:
-            name = name.rpartition(".")[0]
-            found.add(name)
-    return found
-
-
-def _last_components(names: Iterable[str]) -> str:
-    endings = {name.rpartition(".")[2] for name in names}
-    return ", ".join(sorted(endings - _NEVER_ADAPTED.keys()))
-
-
-def _never_message(target: str) -> str:
-    what = _NEVER_ADAPTED[target.rpartition(".")[2]]
-    return f"The LoRA target {target!r} is {what}, which stays frozen; leave it out of target_modules."
 
 
 def _prefixed(field: str, pattern: dict[str, float] | None) -> dict[str, float]:

@@ -6,7 +6,7 @@ that no rule reads, is an error: either would train a different model than the o
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from hf_megapack.errors import BackendError, ConfigError
-from hf_megapack.weights.names import HeadLayout, WeightRule
+from hf_megapack.weights.names import HeadLayout, Part, WeightRule
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -63,6 +63,9 @@ class CheckpointReader:
     def _stored_name(self, name: str) -> str:
         return name.removeprefix("model.") if self._is_bare else name
 
+    def __contains__(self, name: str) -> bool:
+        return self._stored_name(name) in self._handle_of
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's full shape.
 
@@ -105,7 +108,7 @@ class CheckpointReader:
 
     def unread(self, rules: Iterable[WeightRule]) -> list[str]:
         """Return the stored names that no rule reads, computed buffers left out."""
-        read = {self._stored_name(source) for rule in rules for source in rule.sources}
+        read = {self._stored_name(source) for rule in rules for source in rule.stored_names()}
         return sorted(n for n in self._handle_of if n not in read and not n.endswith(COMPUTED_SUFFIXES))
 
 
@@ -146,7 +149,7 @@ def fuse_qkv(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_d
 
 
 def read_parameter(
-    reader: CheckpointReader, rule: WeightRule, heads: HeadLayout, *, part: int = 0, num_parts: int = 1
+    reader: "CheckpointReader | _RandomSource", rule: WeightRule, heads: HeadLayout, part: Part
 ) -> torch.Tensor:
     """Read what one rank holds of one Megatron-Core parameter.
 
@@ -154,30 +157,44 @@ def read_parameter(
         reader: The open checkpoint.
         rule: Which parameter.
         heads: Sizes of the whole model's attention.
-        part: This rank among the tensor-parallel ranks.
-        num_parts: Number of tensor-parallel ranks.
+        part: What the rank holds.
 
     Returns:
         The local shard, in the checkpoint's dtype.
 
     Raises:
-        BackendError: If a source is missing or does not divide by `num_parts`.
+        BackendError: If a source is missing or does not divide over the ranks.
     """
-    shards = [reader.read(source, rule.shard_dim, part, num_parts) for source in rule.sources]
+    rank, size = part.of(rule)
+    if rule.role == "experts":
+        return _read_experts(reader, rule, rank, size)
+    names = rule.sources
+    if rule.alternatives and names[0] not in reader:
+        names = [name for name in rule.alternatives if name in reader][:1] or names
+    shards = [reader.read(name, rule.shard_dim, rank, size) for name in names]
     if rule.fusion == "grouped_qkv":
         return fuse_qkv(*shards, head_dim=heads.head_dim)
     return torch.cat(shards) if rule.fusion == "stacked" else shards[0]
 
 
-def load_parameters(  # noqa: PLR0913 (what is there, what is wanted, and which part of it)
+def _read_experts(reader: "CheckpointReader | _RandomSource", rule: WeightRule, rank: int, size: int) -> torch.Tensor:
+    """Read this rank's experts, from one tensor for all or from those of each expert."""
+    tensors = rule.experts
+    if tensors.fused in reader:
+        return reader.read(tensors.fused, 0, rank, size)
+    count = tensors.num_experts // size
+    local = range(rank * count, (rank + 1) * count)
+    return torch.stack([torch.cat([reader.read(name.format(e)) for name in tensors.each]) for e in local])
+
+
+def load_parameters(
     folder: Path,
     rules: Iterable[WeightRule],
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     heads: HeadLayout,
     *,
-    ignored: Iterable[str] = (),
-    part: int = 0,
-    num_parts: int = 1,
+    ignored: Callable[[str], bool] = lambda name: False,
+    part: Part = Part(),  # noqa: B008 (frozen)
 ) -> None:
     """Copy a checkpoint into the parameters that this rank holds, one tensor at a time.
 
@@ -186,9 +203,8 @@ def load_parameters(  # noqa: PLR0913 (what is there, what is wanted, and which 
         rules: Every rule of the whole model.
         parameters: The local parameters under the names that the rules use; layers of other ranks are absent.
         heads: Sizes of the whole model's attention.
-        ignored: Hugging Face names that may be present without being read (a stored copy of a tied head).
-        part: This rank among the tensor-parallel ranks.
-        num_parts: Number of tensor-parallel ranks.
+        ignored: Whether a Hugging Face name may be present without being read (a stored copy of a tied head).
+        part: What this rank holds.
 
     Raises:
         BackendError: If a weight is missing, has another shape, or a parameter has no rule.
@@ -199,7 +215,7 @@ def load_parameters(  # noqa: PLR0913 (what is there, what is wanted, and which 
     if unclaimed:
         raise BackendError(f"No weight rule fills {', '.join(unclaimed[:5])} ({len(unclaimed)} parameters).")
     with open_checkpoint(folder) as reader, torch.no_grad():
-        extra = [name for name in reader.unread(rules) if name not in set(ignored)]
+        extra = [name for name in reader.unread(rules) if not ignored(name)]
         if extra:
             raise ConfigError(
                 f"{folder} holds {len(extra)} weights that the model of its config.json does not have, the first "
@@ -209,7 +225,7 @@ def load_parameters(  # noqa: PLR0913 (what is there, what is wanted, and which 
             if rule.parameter not in parameters:
                 continue
             parameter = parameters[rule.parameter]
-            value = read_parameter(reader, rule, heads, part=part, num_parts=num_parts)
+            value = read_parameter(reader, rule, heads, part)
             if value.shape != parameter.shape:
                 raise BackendError(
                     f"{' + '.join(rule.sources)} has shape {tuple(value.shape)}; the model needs "
@@ -219,11 +235,18 @@ def load_parameters(  # noqa: PLR0913 (what is there, what is wanted, and which 
 
 
 class _RandomSource:
-    """Stands in for a `CheckpointReader`: every tensor is drawn whole from a stream of its own, then cut."""
+    """Stands in for a `CheckpointReader`: every tensor is drawn whole from a stream of its own, then cut.
+
+    A stream runs on the device of the parameter, so a GPU draws a large model in seconds, with other numbers than a
+    CPU would. Experts have a stream each.
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], std: float, seed: int, device: torch.device):
         self._shapes = shapes
         self._std, self._seed, self._device = std, seed, device
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
 
     def read(self, name: str, dim: int | None = None, part: int = 0, num_parts: int = 1) -> torch.Tensor:
         """Return part `part` of `num_parts` of a random tensor, as `CheckpointReader.read` does of a stored one."""
@@ -232,27 +255,27 @@ class _RandomSource:
         return full if dim is None else full.chunk(num_parts, dim)[part]
 
 
-def _source_shapes(
-    rule: WeightRule, local: torch.Size, heads: HeadLayout, num_parts: int
-) -> dict[str, tuple[int, ...]]:
+def _source_shapes(rule: WeightRule, local: torch.Size, heads: HeadLayout, size: int) -> dict[str, tuple[int, ...]]:
     """Return the full shapes of the Hugging Face tensors that make up a parameter of which this is the local shape."""
-    full = [size * num_parts if dim == rule.shard_dim else size for dim, size in enumerate(local)]
+    if rule.role == "experts":
+        rows = local[1] // len(rule.sources)
+        return dict.fromkeys(rule.experts.names(), (rows, local[2]))
+    full = [n * size if dim == rule.shard_dim else n for dim, n in enumerate(local)]
     if rule.fusion == "grouped_qkv":
         rows = [count * heads.head_dim for count in (heads.num_heads, heads.num_groups, heads.num_groups)]
     else:
         rows = [full[0] // len(rule.sources)] * len(rule.sources)
-    return {source: (size, *full[1:]) for source, size in zip(rule.sources, rows, strict=True)}
+    return {source: (count, *full[1:]) for source, count in zip(rule.sources, rows, strict=True)}
 
 
-def draw_parameters(  # noqa: PLR0913 (what is wanted, from where, and which part of it)
+def draw_parameters(
     rules: Iterable[WeightRule],
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     heads: HeadLayout,
     *,
     std: float,
     seed: int,
-    part: int = 0,
-    num_parts: int = 1,
+    part: Part = Part(),  # noqa: B008 (frozen)
 ) -> None:
     """Fill the parameters that this rank holds at random, with the same whole model in every layout.
 
@@ -262,8 +285,7 @@ def draw_parameters(  # noqa: PLR0913 (what is wanted, from where, and which par
         heads: Sizes of the whole model's attention.
         std: Standard deviation of matrices; norms become one, biases zero.
         seed: Seed of the draws.
-        part: This rank among the tensor-parallel ranks.
-        num_parts: Number of tensor-parallel ranks.
+        part: What this rank holds.
     """
     for rule in rules:
         parameter = parameters.get(rule.parameter)
@@ -273,6 +295,6 @@ def draw_parameters(  # noqa: PLR0913 (what is wanted, from where, and which par
             if parameter.dim() == 1:
                 parameter.fill_(1.0 if rule.role == "norm" else 0.0)
             else:
-                shapes = _source_shapes(rule, parameter.shape, heads, num_parts)
+                shapes = _source_shapes(rule, parameter.shape, heads, part.of(rule)[1])
                 source = _RandomSource(shapes, std, seed, parameter.device)
-                parameter.copy_(read_parameter(source, rule, heads, part=part, num_parts=num_parts))
+                parameter.copy_(read_parameter(source, rule, heads, part))

@@ -13,6 +13,7 @@ def backend_args(**options) -> SimpleNamespace:
         "pipeline_parallel_size": 1,
         "virtual_pipeline_parallel_size": 1,
         "context_parallel_size": 1,
+        "expert_parallel_size": 1,
         "sequence_parallel": False,
         "sequence_length_multiple": None,
         "packed_length_multiple": None,

@@ -104,7 +104,7 @@ def llama(std: float = 0.1) -> LlamaConfig:
 
 def full_gradients(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     """Return the whole gradient of every factor."""
-    return gather_full({k: (p.grad, backend._split_dims[k]) for k, p in backend.parameters.items()}, backend.layout)
+    return gather_full({k: (p.grad, backend._splits[k]) for k, p in backend.parameters.items()}, backend.layout)
 
 
 def one_step(backend: MegatronBackend, args, chosen: list[dict]) -> dict:
@@ -172,7 +172,7 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
     seen["adapter"] = backend.adapter_state()
     seen["local"] = {
         key: (
-            backend.layout.tensor_rank if backend._split_dims[key] is not None else None,
+            None if backend._splits[key].dim is None else backend._splits[key].rank(backend.layout),
             value.detach().cpu().clone(),
         )
         for key, value in backend.parameters.items()

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.rotary import rotary_frequencies, rotation
+from tests.helpers.moe_reference import MOE_CONFIGS
 from tests.helpers.reference_model import CONFIGS
 
 
@@ -21,6 +23,18 @@ def test_cosine_and_sine_equal_those_of_transformers(name):
     # transformers repeats each half.
     assert torch.equal(torch.cat([ours[0, :, 0]] * 2, dim=-1) * factor, cosine[0])
     assert torch.equal(torch.cat([ours[1, :, 0]] * 2, dim=-1) * factor, sine[0])
+
+
+def test_a_model_that_rotates_half_of_each_head_gets_half_the_angles():
+    config = MOE_CONFIGS["glm4_moe"]()
+    frequencies, factor = rotary_frequencies(config, config.head_dim)
+    positions = torch.tensor([0, 5, 1023])
+    ours = rotation(positions, frequencies)
+    cosine, sine = Glm4MoeRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    assert ours.shape == (2, 3, 1, config.head_dim // 4)
+    assert factor == 1.0
+    assert torch.equal(torch.cat([ours[0, :, 0]] * 2, dim=-1), cosine[0])
+    assert torch.equal(torch.cat([ours[1, :, 0]] * 2, dim=-1), sine[0])
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,24 @@ import pytest
 import torch
 
 from hf_megapack.errors import ExportError
-from hf_megapack.megatron.shards import Shard, gather_full, merge_shards, take_shard
+from hf_megapack.megatron.shards import Shard, Split, gather_full, merge_shards, take_shard
 
 
-def shard_of(full, split_dim, rank, size):
-    layout = SimpleNamespace(tensor_rank=rank, tensor_size=size)
-    return Shard(tensor=take_shard(full, split_dim, layout), split_dim=split_dim, tensor_rank=rank)
+def shard_of(full, dim, rank, size, axis="tensor"):
+    layout = SimpleNamespace(**{f"{axis}_rank": rank, f"{axis}_size": size})
+    split = Split(axis=axis, dim=dim)
+    return Shard(tensor=take_shard(full, split, layout), split=split, rank=rank, size=size)
 
 
+@pytest.mark.parametrize("axis", ["tensor", "expert"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_merging_the_shards_of_all_ranks_gives_the_full_tensors(size):
+def test_merging_the_shards_of_all_ranks_gives_the_full_tensors(size, axis):
     full = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(32.0).view(4, 8), "c": torch.ones(3)}
     dims = {"a": 0, "b": 1, "c": None}
-    ranks = [{k: shard_of(v, dims[k], rank, size) for k, v in full.items()} for rank in reversed(range(size))]
+    ranks = [{k: shard_of(v, dims[k], rank, size, axis) for k, v in full.items()} for rank in reversed(range(size))]
     # A second pipeline stage holds other keys.
     ranks += [{"d": shard_of(torch.ones(4), 0, rank, size)} for rank in range(size)]
-    merged = merge_shards(ranks, size)
+    merged = merge_shards(ranks)
     assert list(merged) == ["a", "b", "c", "d"]
     assert all(torch.equal(merged[key], value) for key, value in full.items())
 
@@ -32,17 +34,18 @@ def test_merging_the_shards_of_all_ranks_gives_the_full_tensors(size):
         [{"a": shard_of(torch.ones(4), 0, 0, 2)}],
         [{"a": shard_of(torch.ones(4), 0, 0, 2)}] * 2,
         [{"a": shard_of(torch.ones(4), 0, 0, 2)}, {"a": shard_of(torch.ones(8), 0, 1, 2)}],
+        [{"a": shard_of(torch.ones(4), 0, 0, 2)}, {"a": shard_of(torch.ones(4), 0, 1, 2, "expert")}],
     ],
-    ids=["missing", "twice", "other shape"],
+    ids=["missing", "twice", "other shape", "other ranks"],
 )
 def test_shards_that_do_not_fit_together_are_refused(ranks):
     with pytest.raises(ExportError, match="a"):
-        merge_shards(ranks, 2)
+        merge_shards(ranks)
 
 
 def test_gathered_tensors_are_copies():
     tensor = torch.ones(2)
     layout = SimpleNamespace(data_rank=0, context_rank=0, tensor_rank=0, tensor_size=1, world_size=1)
-    gathered = gather_full({"a": (tensor, None)}, layout)
+    gathered = gather_full({"a": (tensor, Split(axis="tensor", dim=None))}, layout)
     tensor.zero_()
     assert gathered["a"].tolist() == [1.0, 1.0]

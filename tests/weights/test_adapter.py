@@ -225,7 +225,6 @@ REFUSED_VALUES = {
     "lora_ga_config": {"a": 1},
     "layer_replication": [(0, 1)],
     "lora_bias": True,
-    "target_parameters": ["mlp.experts.down_proj"],
     "ensure_weight_tying": True,
     "use_dora": True,
     "velora_config": {"a": 1},

@@ -4,10 +4,14 @@ from transformers import PretrainedConfig
 
 from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.families.dense import DenseFamily
-from hf_megapack.megatron.families.llama import LLAMA, MISTRAL
-from hf_megapack.megatron.families.qwen import QWEN2, QWEN3
+from hf_megapack.megatron.families.glm import GLM4_MOE
+from hf_megapack.megatron.families.llama import LLAMA, MISTRAL, MIXTRAL
+from hf_megapack.megatron.families.moe import ExpertSettings, MoeFamily
+from hf_megapack.megatron.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE)
+}
 
 
 def family_of(config: PretrainedConfig) -> DenseFamily:
@@ -17,18 +21,23 @@ def family_of(config: PretrainedConfig) -> DenseFamily:
         config: transformers configuration.
 
     Raises:
-        ConfigError: If the model type is unknown, or the checkpoint is quantised.
+        ConfigError: If the model type is unknown, its attention is latent, or the checkpoint is quantised.
     """
+    if getattr(config, "kv_lora_rank", None):
+        raise ConfigError(
+            f"model_type {config.model_type!r} has multi-head latent attention (kv_lora_rank={config.kv_lora_rank}), "
+            "which is not supported."
+        )
     if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"model_type {config.model_type!r} is not supported. Supported: {', '.join(sorted(FAMILIES))} (dense)."
+            f"model_type {config.model_type!r} is not supported. Supported: {', '.join(sorted(FAMILIES))}."
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             "The model's config.json has a quantization_config. Quantised base weights are not supported: name the "
             "original checkpoint instead."
         )
-    return FAMILIES[config.model_type]
+    return FAMILIES[config.model_type].resolved(config)
 
 
-__all__ = ["FAMILIES", "DenseFamily", "family_of"]
+__all__ = ["FAMILIES", "DenseFamily", "ExpertSettings", "MoeFamily", "family_of"]

@@ -6,12 +6,16 @@ layers see a sliding window.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
 
 from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.rotary import rotary_frequencies
 from hf_megapack.weights.names import HeadLayout, WeightRule
+
+if TYPE_CHECKING:
+    from hf_megapack.megatron.families.moe import ExpertSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,27 @@ class DenseFamily:
     has_mlp_bias: Callable[[PretrainedConfig], bool] = lambda config: False
     has_qk_norm: bool = False
     windows: Callable[[PretrainedConfig], list[int | None]] = lambda config: [None] * config.num_hidden_layers
+
+    def resolved(self, config: PretrainedConfig) -> "DenseFamily":
+        """Return the family with whatever a configuration decides about it."""
+        return self
+
+    def experts(self, config: PretrainedConfig) -> "ExpertSettings | None":
+        """Return how the model's experts are chosen, None for a model without."""
+        return None
+
+    def split_sizes(self, config: PretrainedConfig) -> dict[str, int]:
+        """Return the sizes that tensor parallelism splits, under their names in the configuration."""
+        return {
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": config.vocab_size,
+        }
+
+    def is_unread(self, config: PretrainedConfig, name: str) -> bool:
+        """Return whether a checkpoint may hold a weight that no rule reads: a stored copy of a tied head."""
+        return bool(config.tie_word_embeddings) and name == "lm_head.weight"
 
     def heads(self, config: PretrainedConfig) -> HeadLayout:
         """Return the attention sizes of a configuration."""
@@ -92,7 +117,7 @@ class DenseFamily:
 
     def _layer_rules(self, config: PretrainedConfig, layer: int) -> Iterator[WeightRule]:
         ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+        qkv = ("q_proj", "k_proj", "v_proj")
         yield _norm(f"{ours}.input_layernorm", f"{theirs}.input_layernorm")
         yield from _linear(
             f"{ours}.self_attention.linear_qkv",
@@ -110,18 +135,17 @@ class DenseFamily:
             has_bias=self.has_output_bias(config),
         )
         yield _norm(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm")
-        yield from _linear(
-            f"{ours}.mlp.linear_fc1",
-            tuple(f"{theirs}.mlp.{name}" for name in gate_up),
-            fusion="stacked",
-            has_bias=self.has_mlp_bias(config),
-        )
-        yield from _linear(
-            f"{ours}.mlp.linear_fc2",
-            (f"{theirs}.mlp.down_proj",),
-            is_row_parallel=True,
-            has_bias=self.has_mlp_bias(config),
-        )
+        yield from self.mlp_rules(config, layer)
+
+    def mlp_rules(self, config: PretrainedConfig, layer: int) -> Iterator[WeightRule]:
+        """Return the rules of a layer's MLP.
+
+        Args:
+            config: transformers configuration.
+            layer: Counted from the first layer of the model.
+        """
+        has_bias = self.has_mlp_bias(config)
+        yield from gated_mlp_rules(f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", has_bias=has_bias)
 
 
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:
@@ -144,6 +168,14 @@ def sliding_windows(config: PretrainedConfig) -> list[int | None]:
 
 def _norm(parameter: str, source: str) -> WeightRule:
     return WeightRule(parameter=f"{parameter}.weight", sources=(f"{source}.weight",), role="norm")
+
+
+def gated_mlp_rules(parameter: str, source: str, *, has_bias: bool = False) -> Iterator[WeightRule]:
+    """Return the rules of an MLP with gate_proj, up_proj and down_proj, from its path here and in transformers."""
+    gate_up = (f"{source}.gate_proj", f"{source}.up_proj")
+    yield from _linear(f"{parameter}.linear_fc1", gate_up, fusion="stacked", has_bias=has_bias)
+    down = (f"{source}.down_proj",)
+    yield from _linear(f"{parameter}.linear_fc2", down, is_row_parallel=True, has_bias=has_bias)
 
 
 def _linear(

@@ -1,0 +1,104 @@
+"""Models with experts against transformers with hand-made adapters, one unpacked example at a time.
+
+Tiny random models of every family, float32 on both sides, the same random adapter (B not zero) on attention, dense
+MLPs, shared experts and every expert.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from hf_megapack.batch import PackedBatch
+from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.megatron.backend import MegatronBackend
+from tests.helpers.backend_args import backend_args
+from tests.helpers.moe_reference import MOE_CONFIGS, MoeReference, save_moe_model
+from tests.helpers.reference_model import mape, random_adapter
+from tests.megatron.test_layouts import examples
+
+LOSS_BOUND = 1e-6
+GRADIENT_BOUND_PERCENT = PACKING_BOUND_PERCENT = 0.001
+CAPACITIES = (100_000, 800, 450)
+PEFT_CONFIG = LoraConfig(
+    r=4,
+    lora_alpha=8,
+    target_modules="all-linear",
+    rank_pattern={"q_proj": 2, "experts.up_proj": 6},
+    # The scales of gate_proj and up_proj are equal, as an adapter of both in peft needs.
+    alpha_pattern={"experts.up_proj": 12, "experts.down_proj": 3},
+    task_type="CAUSAL_LM",
+)
+
+
+@pytest.fixture(scope="module", params=sorted(MOE_CONFIGS))
+def pair(request, tmp_path_factory):
+    """A model on Megatron-Core and in transformers, with the same adapter."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_moe_model(MOE_CONFIGS[request.param](), folder, shard_size="200KB")
+    backend = MegatronBackend(str(folder), backend_args(), PEFT_CONFIG)
+    state = random_adapter(backend.adapter_state(), std=0.1)
+    backend.load_adapter(state)
+    yield backend, MoeReference(folder, PEFT_CONFIG, state), folder
+    backend.close()
+
+
+def unpacked(chosen) -> PackedBatch:
+    """Return an update with a row for each example."""
+    make = PrefixTreeCollator(packed_sequence_length=100_000, packing_strategy="ffd")
+    rows = [make([example]).rows[0] for example in chosen]
+    batch = make(chosen)
+    order = np.arange(len(rows), dtype=np.int32)[None]
+    schedule = dataclasses.replace(batch.schedule, row_index=order, is_dummy=np.zeros(order.shape, dtype=bool))
+    return dataclasses.replace(batch, rows=rows, schedule=schedule)
+
+
+def worst_gradient(backend, expected) -> float:
+    """Return the largest difference of a factor's gradient, in per cent."""
+    assert set(backend.parameters) == set(expected)
+    return max(mape(backend.parameters[key].grad, value) for key, value in expected.items())
+
+
+def test_logits_equal_those_of_transformers(pair):
+    backend, reference, folder = pair
+    row = PrefixTreeCollator(packed_sequence_length=100_000)(examples()[:1]).rows[0]
+    with torch.no_grad():
+        expected = reference.model(torch.from_numpy(row.input_ids).long()[None]).logits[0]
+    logits = backend.logits(row)
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        other = plain(torch.from_numpy(row.input_ids).long()[None]).logits[0]
+    assert (other - expected).abs().max() > 1e-2 * expected.abs().max(), "the adapter does nothing"
+
+
+def test_loss_and_every_gradient_equal_those_of_transformers(pair):
+    backend, reference, _ = pair
+    loss, gradients = reference.step(examples())
+    assert any(value.dim() == 3 for value in gradients.values())
+    batches = [PrefixTreeCollator(packed_sequence_length=capacity)(examples()) for capacity in CAPACITIES]
+    assert batches[0].num_logical_tokens > 1.5 * sum(len(row.input_ids) for row in batches[0].rows)
+    assert len({len(batch.rows) for batch in batches}) == len(CAPACITIES)
+    for batch in batches:
+        assert backend.run_step(batch).loss == pytest.approx(loss, rel=LOSS_BOUND)
+        assert worst_gradient(backend, gradients) < GRADIENT_BOUND_PERCENT
+        assert backend.eval_step(batch).loss == pytest.approx(loss, rel=LOSS_BOUND)
+
+
+def test_packing_changes_nothing(pair):
+    """The same update with every example in a row of its own, on the same code: only the packing differs."""
+    backend, _, _ = pair
+    packed = PrefixTreeCollator(packed_sequence_length=100_000)(examples())
+    apart = unpacked(examples())
+    assert len(packed.rows) == 1
+    assert len(apart.rows) == len(examples())
+    results = []
+    for batch in (packed, apart):
+        results.append((backend.run_step(batch), {key: p.grad.clone() for key, p in backend.parameters.items()}))
+    (ours, gradients), (expected, others) = results
+    assert ours.loss == pytest.approx(expected.loss, rel=LOSS_BOUND)
+    assert (ours.num_correct, ours.num_loss_tokens) == (expected.num_correct, expected.num_loss_tokens)
+    assert max(mape(gradients[key], value) for key, value in others.items()) < PACKING_BOUND_PERCENT
