@@ -19,11 +19,15 @@ from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from hf_megapack.megatron.handoff import STEPS, handoff_methods
 from hf_megapack.megatron.layers import FrozenRMSNorm
 
 SIGNATURES = [
@@ -75,6 +79,14 @@ SIGNATURES = [
     (mcore_random.model_parallel_cuda_manual_seed, "seed"),
     (mcore_random.get_cuda_rng_tracker, ""),
     (mcore_random.CudaRNGStatesTracker.set_states, "states"),
+    (MLPSubmodules, "linear_fc1 linear_fc2"),
+    (SharedExpertMLP.__init__, "config submodules gate pg_collection"),
+    (SharedExpertMLP.pre_forward_comm, "input"),
+    (SharedExpertMLP.linear_fc1_forward_and_act, "overlapped_comm_output"),
+    (SharedExpertMLP.linear_fc2_forward, "overlapped_comm_output"),
+    (SharedExpertMLP.post_forward_comm, ""),
+    (SharedExpertMLP.get_output, ""),
+    (MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize, "point tokens_per_expert"),
 ]
 CONFIG_FIELDS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
@@ -84,7 +96,7 @@ CONFIG_FIELDS = (
     "bias_dropout_fusion masked_softmax_fusion recompute_granularity recompute_method recompute_num_layers "
     "fp8 fp8_recipe "
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-    "variable_seq_lengths moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm"
+    "variable_seq_lengths moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm moe_shared_expert_overlap"
 )
 
 
@@ -165,3 +177,8 @@ def test_a_pipeline_asks_for_nothing_of_cuda_that_has_no_stand_in():
 
 def test_random_states_are_forked_under_the_name_that_we_set():
     assert mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME == "model-parallel-rng"
+
+
+def test_dispatchers_call_only_the_methods_of_the_shared_expert_that_we_keep_on_its_stream():
+    called = set(re.findall(r"self\.shared_experts\.(\w+)\(", inspect.getsource(token_dispatcher)))
+    assert called == {*handoff_methods(SharedExpertMLP), *STEPS}
