@@ -2,7 +2,7 @@
 
     python benchmarks/preparation.py --data FOLDER
 
-FOLDER is the one that benchmarks/packing.py describes. The rows are the conversations of mtbench101.jsonl over and over,
+FOLDER is the one that benchmarks/packing.py describes. The rows are conversations of mtbench101.jsonl over and over,
 each with a number of its own in its first message, so that no two rows are alike. Both sides read the same
 `datasets.Dataset`, with the same tokenizer and the same training template (TRL's), in as many processes; nothing is
 cached, nothing is cut. Ours is `prepare_dataset`, what MegaPackTrainer calls: `Dataset.map` with `ChatTransform`, and
