@@ -6,9 +6,9 @@ same updates. Order is the stream's own. One process reads; nothing here knows r
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
+import fsspec.asyn
 import numpy as np
 import torch
 from datasets import IterableDataset
@@ -72,25 +72,27 @@ class ExampleStream:
             One example per row, or per assistant turn.
 
         Raises:
-            BackendError: If several worker processes would read parts of the stream.
+            BackendError: If it is read in one of several worker processes: each example would come several times.
             DataError: If a row cannot be learned as it stands; names row and turn.
         """
         if self._rows is None:
             return
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise BackendError(f"{worker.num_workers} workers would read parts of the stream; one reads it in order")
+        if (worker := get_worker_info()) is not None:
+            if worker.num_workers > 1:
+                raise BackendError(f"{worker.num_workers} workers would each read the stream; give the loader one")
+            # What datasets does where it reads in a worker: a lock that was held during the fork stays locked.
+            fsspec.asyn.reset_lock()
         self._rows.set_epoch(epoch)
-        numbered = enumerate(self._rows)
-        while part := list(islice(numbered, min(rows_per_read, _MOST_ROWS_PER_READ))):
-            format_name = self._format_name or recognise_format(part[0][1])
-            self._format_name = format_name
-            for index, row in part:
-                if missing := [name for name in FORMATS[format_name][0] if name not in row]:
-                    raise DataError(f"row {index} has no {' and no '.join(missing)}, which rows before it have")
-            yield from self._transform.tokenize(
-                [row for _, row in part], [index for index, _ in part], format_name=format_name
-            )
+        num_rows = 0
+        # Batches, because datasets shuffles single rows in another order in a worker than in the main process.
+        for batch in self._rows.iter(batch_size=min(rows_per_read, _MOST_ROWS_PER_READ)):
+            self._format_name = self._format_name or recognise_format(batch)
+            if missing := [name for name in FORMATS[self._format_name][0] if name not in batch]:
+                raise DataError(f"row {num_rows} has no {' and no '.join(missing)}, which rows before it have")
+            rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+            indices = range(num_rows, num_rows + len(rows))
+            yield from self._transform.tokenize(rows, indices, format_name=self._format_name)
+            num_rows += len(rows)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
