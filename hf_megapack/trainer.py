@@ -50,7 +50,7 @@ class MegaPackTrainer(Trainer):
             `PretrainedConfig` for random weights.
         args: A MegaPackConfig; None takes its defaults.
         data_collator: A PrefixTreeCollator; None builds one from `args`.
-        train_dataset: Rows with messages (and tools), with prompt and completion, or with input_ids and labels.
+        train_dataset: Rows with messages (and tools), with prompt and completion, or ready tokens; maybe as a stream.
         eval_dataset: The same, or a dict of several.
         processing_class: The tokenizer, with its chat template; None takes the one beside the model.
         compute_loss_func: Refused by name; in TRL's place.
