@@ -1,12 +1,12 @@
 """From a dataset to a DataLoader that yields one packed update at a time, on rank 0 alone.
 
-Rank 0 reads, renders and packs. Every other rank holds placeholders of the same lengths, so that loops, totals and
-progress agree, and gets its batches from rank 0.
+Rank 0 reads, renders and packs. Every other rank holds placeholders of the same lengths, or without one for a stream,
+so that loops, totals and progress agree, and gets its batches from rank 0.
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,16 @@ from torch.utils.data import DataLoader
 
 from hf_megapack.batch import PackedBatch, from_buffer, to_buffer
 from hf_megapack.config import MegaPackConfig
+from hf_megapack.data.chat import ChatTransform
 from hf_megapack.data.collator import PrefixTreeCollator
-from hf_megapack.data.lengths import LengthTally, longest_example
+from hf_megapack.data.lengths import LengthTally, Outcome, longest_example
 from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.data.sampler import UpdateSampler
+from hf_megapack.data.stream import ExampleStream, is_stream
 from hf_megapack.errors import ConfigError
 from hf_megapack.packing import Alignment, ExampleSet, PrefixOrder, estimate_sharing, gather_examples, order_by_prefix
 from hf_megapack.ranks import from_rank_zero
+from hf_megapack.streaming import build_stream_loader, check_stream_options
 
 _ESTIMATED_EXAMPLES = 512
 # What grouping would give is news from this factor on.
@@ -35,6 +38,7 @@ def prepare_on_rank_zero(
     processing_class: Any,
     args: MegaPackConfig,
     *,
+    is_training: bool = False,
     limit: tuple[int, str] | None = None,
     tally: LengthTally | None = None,
 ) -> Any:
@@ -42,48 +46,49 @@ def prepare_on_rank_zero(
 
     Args:
         dataset: Rows with messages, with prompt and completion, or with input_ids and labels; or ready examples; or a
-            dict of such datasets; or None.
+            stream of rows; or a dict of such datasets, to evaluate on; or None.
         processing_class: The tokenizer.
         args: The data options.
+        is_training: Whether it is for training.
         limit: From `data.lengths.longest_example`; None leaves the model out of account.
-        tally: Gets what the length policy did to the examples, on every rank.
+        tally: Gets what the length policy did to the examples, on every rank; of a stream nothing yet.
 
     Returns:
-        The tokenized dataset on rank 0, a range of equal length elsewhere; for a dict a dict, for None None.
+        The tokenized dataset on rank 0, a range of equal length elsewhere; of a stream an `ExampleStream`, without rows
+        elsewhere; for a dict a dict, for None None.
 
     Raises:
-        ConfigError: If the dataset is of a kind that cannot be used, or needs a tokenizer and there is none.
+        ConfigError: If the dataset is of a kind that cannot be used, needs a tokenizer and there is none, or does not
+            go with an option.
         DataError: If a row cannot be learned.
     """
     if dataset is None:
         return None
-    if isinstance(dataset, dict):
+    if isinstance(dataset, dict) and not is_training:
         return {
             name: prepare_on_rank_zero(part, processing_class, args, limit=limit, tally=tally)
             for name, part in dataset.items()
         }
     max_length, limit_name = limit or longest_example(args.max_length, args.packed_sequence_length)
+    options = {"assistant_mask": args.assistant_mask, "max_length": max_length, "overlong": args.overlong}
+    options["limit_name"] = limit_name
     counted = LengthTally() if tally is None else tally
 
-    def decode(data: bytes) -> range:
-        length, counted.num_examples, counted.num_truncated, counted.num_dropped = json.loads(data)
-        return range(length)
+    def prepare() -> Any:
+        if is_stream(dataset):
+            if is_training:
+                check_stream_options(args)
+            return ExampleStream(dataset, ChatTransform(processing_class, **options))
+        return prepare_dataset(dataset, processing_class, **options, num_proc=args.dataset_num_proc, tally=counted)
 
-    return from_rank_zero(
-        lambda: prepare_dataset(
-            dataset,
-            processing_class,
-            assistant_mask=args.assistant_mask,
-            max_length=max_length,
-            overlong=args.overlong,
-            num_proc=args.dataset_num_proc,
-            limit_name=limit_name,
-            tally=counted,
-        ),
-        encode=lambda prepared: json.dumps([len(prepared), *astuple(counted)]).encode(),
-        decode=decode,
-        device=args.device,
-    )
+    def encode(prepared: Any) -> bytes:
+        return json.dumps([None if isinstance(prepared, ExampleStream) else len(prepared), counted.counts]).encode()
+
+    def decode(data: bytes) -> Any:
+        length, counted.counts = json.loads(data)
+        return ExampleStream(None, None) if length is None else range(length)
+
+    return from_rank_zero(prepare, encode=encode, decode=decode, device=args.device)
 
 
 def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_size: int) -> PrefixTreeCollator:
@@ -135,7 +140,7 @@ def layout_alignment(args: MegaPackConfig) -> Alignment:
 
 
 def build_loader(
-    dataset: Sequence,
+    dataset: Sequence | ExampleStream,
     collator: PrefixTreeCollator,
     args: MegaPackConfig,
     *,
@@ -144,7 +149,8 @@ def build_loader(
 ) -> DataLoader:
     """Return a plain DataLoader of updates, which `skip_first_batches` can rebuild when training resumes.
 
-    What it yields is for `next_batch` to read.
+    What it yields is for `next_batch` to read. What takes `set_epoch` is its batch sampler, or its dataset if that is
+    an `UpdateStream`.
 
     Grouping by prefix reads the dataset once, on rank 0; the other ranks only count updates.
 
@@ -155,6 +161,8 @@ def build_loader(
         update_size: Examples of one update.
         is_training: Whether to shuffle, and to leave out a smaller last update if the arguments say so.
     """
+    if isinstance(dataset, ExampleStream):
+        return build_stream_loader(dataset, collator, args, update_size=update_size, is_training=is_training)
     reads = args.process_index == 0
     workers = args.dataloader_num_workers if reads else 0
     return DataLoader(
@@ -179,35 +187,53 @@ def build_loader(
     )
 
 
-def next_batch(iterator: Iterator[torch.Tensor | None], device: torch.device) -> PackedBatch | None:
+def next_batch(iterator: Iterator, device: torch.device, tally: LengthTally | None = None) -> PackedBatch | None:
     """Return rank 0's next update on every rank, None when there is no more.
 
     Args:
         iterator: Of a loader from `build_loader`.
         device: Device that the process group communicates on.
+        tally: Gets what the length policy did to the examples of a stream since the last call, on every rank.
 
     Raises:
         DataError: On every rank, if rank 0 could not pack the update.
     """
+    counts, buffer = from_rank_zero(lambda: _take(iterator), encode=_encode_taken, decode=_decode_taken, device=device)
+    if tally is not None:
+        tally.merge(LengthTally(counts=counts.tolist()))
+    return from_buffer(buffer) if buffer.size else None
 
-    def take() -> np.ndarray | None:
-        buffer = next(iterator, None)
-        return None if buffer is None else buffer.numpy()
 
-    buffer = from_rank_zero(
-        take, encode=np.ndarray.tobytes, decode=lambda data: np.frombuffer(data, np.uint8), device=device
-    )
-    return None if buffer is None else from_buffer(buffer)
+def _take(iterator: Iterator) -> tuple[np.ndarray, np.ndarray]:
+    """Return the outcomes of a stream's examples, int64, zero without a stream, and the next update's buffer."""
+    taken = next(iterator, None)
+    buffer, lengths = taken if isinstance(taken, tuple) else (taken, LengthTally())
+    return np.array(lengths.counts), np.empty(0, np.uint8) if buffer is None else buffer.numpy()
+
+
+def _encode_taken(taken: tuple[np.ndarray, np.ndarray]) -> bytes:
+    counts, buffer = taken
+    return counts.astype("<i8").tobytes() + buffer.tobytes()
+
+
+def _decode_taken(data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    num_counts = len(Outcome)
+    return np.frombuffer(data, "<i8", count=num_counts), np.frombuffer(data, np.uint8, offset=8 * num_counts)
 
 
 def describe_sharing(
-    measured: float, dataset: Sequence, collator: PrefixTreeCollator, args: MegaPackConfig, *, update_size: int
+    measured: float,
+    dataset: Sequence | ExampleStream,
+    collator: PrefixTreeCollator,
+    args: MegaPackConfig,
+    *,
+    update_size: int,
 ) -> str:
     """Return one sentence on what sharing prefixes saves, and what grouping examples by prefix does or would.
 
     Args:
         measured: Logical tokens per executed token so far.
-        dataset: The tokenized training set.
+        dataset: The tokenized training set; of a stream nothing can be told beforehand.
         collator: Its packing options.
         args: Says whether examples are grouped already.
         update_size: Examples of one update.
@@ -215,6 +241,8 @@ def describe_sharing(
     text = f"Each executed token stands for {measured:.2f} tokens of the data"
     if args.group_by_prefix:
         return f"{text}, with examples grouped by prefix (group_by_prefix)."
+    if isinstance(dataset, ExampleStream):
+        return f"{text}."
     num_examples = min(len(dataset), max(_ESTIMATED_EXAMPLES, 4 * update_size))
     if num_examples <= update_size or collator.packing_strategy != "prefix_tree":
         return f"{text}."

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hf_megapack.batch import PackedBatch, StepResult
+from hf_megapack.data.lengths import LengthTally
 from hf_megapack.packing import PackingReport
 
 
@@ -49,12 +50,14 @@ class UpdateMeter:
 
     Attributes:
         total: All updates so far.
+        lengths: What the length policy did to the examples of a stream so far.
         num_skipped: Updates that were not applied because something was not finite.
         last_loss: The last finite loss, 0 before there was one.
     """
 
     def __init__(self) -> None:
         self.total = PackingReport()
+        self.lengths = LengthTally()
         self.num_skipped = 0
         self.last_loss = 0.0
         self._start_window()
@@ -112,3 +115,8 @@ def token_counts(report: PackingReport) -> dict[str, float]:
         "loss_tokens": report.num_loss_tokens,
         "shared_fraction": report.shared_share,
     }
+
+
+def count_slots(batch: PackedBatch, data_parallel_rank: int) -> int:
+    """Return the slots of the rows that one data-parallel rank runs, padding included."""
+    return sum(batch.rows[row].input_ids.size for row in batch.schedule.row_index[data_parallel_rank])

@@ -3,7 +3,7 @@
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch.optim.lr_scheduler import LRScheduler
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, TrainerState
 
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.errors import ConfigError, ExportError
@@ -92,6 +94,19 @@ def replace_directory(path: Path) -> Iterator[Path]:
     os.rename(new, path)
     sync_file(path.parent)
     shutil.rmtree(old)
+
+
+def write_trainer_state(folder: Path, state: TrainerState, callbacks: Iterable[object]) -> None:
+    """Write how far training is, with the state of the callbacks that have one.
+
+    Args:
+        folder: A staging folder.
+        state: The trainer's state.
+        callbacks: All callbacks, and the trainer's control.
+    """
+    exported = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+    state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
+    state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
 
 def write_training_state(folder: Path, moments: dict[str, torch.Tensor], scheduler: LRScheduler) -> None:

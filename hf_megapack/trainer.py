@@ -9,30 +9,30 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from torch.utils.data import DataLoader
 from transformers import PretrainedConfig, Trainer, TrainerCallback, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, rotate_checkpoints
 from transformers.utils import logging
 
-from hf_megapack import checks
+from hf_megapack import checks, saving
 from hf_megapack.batch import PackedBatch
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.lengths import LengthTally
+from hf_megapack.data.stream import ExampleStream
 from hf_megapack.errors import ConfigError, NonFiniteResultError
 from hf_megapack.guard import SkippableOptimizer, check_adapters_learn, check_finite, check_optimizer_parameters
 from hf_megapack.loading import build_collator, build_loader, describe_sharing, next_batch, prepare_on_rank_zero
-from hf_megapack.meter import TokenTally, UpdateMeter, token_counts
+from hf_megapack.meter import TokenTally, UpdateMeter, count_slots, token_counts
 from hf_megapack.ranks import from_rank_zero
-from hf_megapack.saving import check_export, read_training_state, replace_directory, write_adapter, write_training_state
+from hf_megapack.streaming import place_in_stream
 from hf_megapack.weights.checkpoint import sweep_staging
 from hf_megapack.weights.export import read_peft_adapter
 
@@ -49,7 +49,7 @@ class MegaPackTrainer(Trainer):
             `PretrainedConfig` for random weights.
         args: A MegaPackConfig; None takes its defaults.
         data_collator: A PrefixTreeCollator; None builds one from `args`.
-        train_dataset: Rows with messages (and tools), with prompt and completion, or with input_ids and labels.
+        train_dataset: Rows with messages (and tools), with prompt and completion, or ready tokens; maybe as a stream.
         eval_dataset: The same, or a dict of several.
         processing_class: The tokenizer, with its chat template; None takes the one beside the model.
         compute_loss_func: Refused by name; in TRL's place.
@@ -76,8 +76,8 @@ class MegaPackTrainer(Trainer):
         model: str | os.PathLike | PretrainedConfig,
         args: MegaPackConfig | None = None,
         data_collator: PrefixTreeCollator | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
         processing_class: Any = None,
         compute_loss_func: None = None,
         compute_metrics: None = None,
@@ -104,13 +104,12 @@ class MegaPackTrainer(Trainer):
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
         build_collator(processing_class, args, data_parallel_size=1)  # options that do not fit raise before any work
         self._limit, self._lengths = checks.find_longest_example(base_model, args), LengthTally()
-        train_dataset = prepare_on_rank_zero(
-            train_dataset, processing_class, args, limit=self._limit, tally=self._lengths
-        )
-        eval_dataset = prepare_on_rank_zero(eval_dataset, processing_class, args, limit=self._limit)
+        prepare = partial(prepare_on_rank_zero, processing_class=processing_class, args=args, limit=self._limit)
+        train_dataset = prepare(train_dataset, is_training=True, tally=self._lengths)
+        eval_dataset = prepare(eval_dataset)
         set_seed(args.seed)
         self.backend = self._build_backend(base_model, args)
-        check_export(args, self.peft_config, self.backend)
+        saving.check_export(args, self.peft_config, self.backend)
         if adapter is not None:
             self.backend.load_adapter(adapter)
         if optimizers[0] is not None:
@@ -178,13 +177,16 @@ class MegaPackTrainer(Trainer):
         with self._one_batch_per_update():
             return super().set_initial_training_values(args, dataloader)
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
         with self._one_batch_per_update():
-            return super()._init_training_state(*args, **kwargs)
+            place, checkpoint = super()._init_training_state(*args), args[3]
+        if checkpoint is None or not isinstance(self.train_dataset, ExampleStream):
+            return place
+        return place_in_stream(Path(checkpoint), skips=not self.args.ignore_data_skip)
 
     def _run_epoch(self, model: torch.nn.Module, epoch: int, train_dataloader: DataLoader, *args, **kwargs) -> None:
         # The HF Trainer does not reach the sampler of a plain DataLoader: every epoch would repeat the first.
-        self._train_sampler.set_epoch(epoch)
+        self._train_order.set_epoch(epoch)
         with self._one_batch_per_update():
             super()._run_epoch(model, epoch, train_dataloader, *args, **kwargs)
 
@@ -194,7 +196,7 @@ class MegaPackTrainer(Trainer):
             raise ConfigError("train() needs a train_dataset; this trainer was built without one.")
         size = self.get_total_train_batch_size(self.args)
         loader = build_loader(self.train_dataset, self.data_collator, self.args, update_size=size, is_training=True)
-        self._train_sampler = loader.batch_sampler
+        self._train_order = loader.batch_sampler or loader.dataset
         return loader
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
@@ -212,7 +214,9 @@ class MegaPackTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
         """Return rank 0's next update on every rank, and its loss-bearing tokens."""
         with self._meter.waiting():
-            batch = next_batch(epoch_iterator, self.args.device)
+            batch = next_batch(epoch_iterator, self.args.device, self._meter.lengths)
+        # A stream's epoch may end before the HF Trainer expects it.
+        self.control.should_epoch_stop |= batch is None
         return ([], None) if batch is None else ([batch], self._get_num_items_in_batch([batch], device))
 
     def _get_num_items_in_batch(self, batch_samples: list[PackedBatch], device: torch.device) -> int:
@@ -223,10 +227,8 @@ class MegaPackTrainer(Trainer):
 
     def floating_point_ops(self, inputs: PackedBatch) -> int:
         """Return this rank's share of the operations: frozen weights take part in two products forward and back."""
-        rows = inputs.schedule.row_index[self.backend.data_parallel_rank]
-        slots = sum(inputs.rows[row].input_ids.size for row in rows)
         weights = sum(p.numel() for name, p in self.model.named_parameters() if "embed" not in name)
-        return 4 * slots * weights // self.backend.context_parallel_size
+        return 4 * count_slots(inputs, self.backend.data_parallel_rank) * weights // self.backend.context_parallel_size
 
     def training_step(
         self, model: torch.nn.Module, inputs: PackedBatch, num_items_in_batch: int | None = None
@@ -270,8 +272,7 @@ class MegaPackTrainer(Trainer):
         """Build optimizer and scheduler; accelerate never sees the model, which it would wrap and overwrite."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        optimizer = self.create_optimizer()
-        if not isinstance(optimizer, SkippableOptimizer):
+        if not isinstance(optimizer := self.create_optimizer(), SkippableOptimizer):
             self.optimizer = SkippableOptimizer(optimizer)
         self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
         self.create_scheduler(num_training_steps=max_steps)
@@ -311,7 +312,8 @@ class MegaPackTrainer(Trainer):
         if "loss" in logs:
             logs.update(self._meter.take(self.state.num_input_tokens_seen))
         elif "train_runtime" in logs:
-            logs.update({**token_counts(self._meter.total), **self._lengths.metrics()})
+            lengths = self._lengths.metrics() or self._meter.lengths.metrics()
+            logs.update({**token_counts(self._meter.total), **lengths})
             if not self._sharing_told:
                 self._tell_sharing()
         super().log(logs, start_time)
@@ -346,7 +348,7 @@ class MegaPackTrainer(Trainer):
         from_rank_zero(work, encode=lambda _: b"", decode=lambda _: None, device=self.args.device)
 
     def _write_adapter(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
-        write_adapter(folder, state, self.args, self.peft_config, self.backend)
+        saving.write_adapter(folder, state, self.args, self.peft_config, self.backend)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 
@@ -363,14 +365,12 @@ class MegaPackTrainer(Trainer):
         self._on_rank_zero(lambda: self._write_checkpoint(folder, adapter, moments))
 
     def _write_checkpoint(self, folder: Path, adapter: dict[str, torch.Tensor], moments: dict | None) -> None:
-        with replace_directory(folder) as staging:
+        with saving.replace_directory(folder) as staging:
             self._write_adapter(staging, adapter)
             if moments is not None:
-                write_training_state(staging, moments, self.lr_scheduler)
+                saving.write_training_state(staging, moments, self.lr_scheduler)
                 self._save_rng_state(str(staging))
-            callbacks = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
-            self.state.stateful_callbacks = TrainerState(stateful_callbacks=callbacks).stateful_callbacks
-            self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
+            saving.write_trainer_state(staging, self.state, [*self.callback_handler.callbacks, self.control])
         best = self.state.best_model_checkpoint
         rotate_checkpoints(str(folder.parent), self.args.save_total_limit, best, use_mtime=True)
 
@@ -387,7 +387,7 @@ class MegaPackTrainer(Trainer):
         """Restore moments, schedule and the learning rate that it had reached."""
         if checkpoint is None:
             return
-        moments = read_training_state(Path(checkpoint), self.lr_scheduler)
+        moments = saving.read_training_state(Path(checkpoint), self.lr_scheduler)
         self.backend.load_optimizer_state(self.optimizer.optimizer, moments)
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate

@@ -1,14 +1,20 @@
-"""The HF Trainer's hooks that MegaPackTrainer relies on: a renamed one would be overridden in vain.
+"""What is used of transformers and datasets that they may rename: a renamed hook would be overridden in vain.
 
-They exist in transformers 5.8, 5.17 and 5.24.
+The hooks of the HF Trainer exist in transformers 5.8, 5.17 and 5.24.
 """
 
+import ast
 import inspect
 
 import pytest
-from transformers import Trainer
+from accelerate import skip_first_batches
+from datasets import Dataset, IterableDataset
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import TrainerControl
+from transformers.utils import chat_template_utils
 
 from hf_megapack.trainer import MegaPackTrainer
+from tests.test_architecture import FILES, PACKAGE
 
 # Name to the parameters that our override takes by name or position.
 OVERRIDDEN = {
@@ -47,6 +53,14 @@ CALLED = {
     "store_flos": [],
     "is_world_process_zero": [],
 }
+# Private names of other libraries, and where each is used.
+PRIVATE = {
+    ("data/regions.py", "_compile_jinja_template"),
+    ("data/stream.py", "_distributed"),
+    ("data/stream.py", "_formatting"),
+    ("data/stream.py", "_starting_state_dict"),
+    ("checks.py", "_n_gpu"),
+}
 
 
 @pytest.mark.parametrize("name", [*OVERRIDDEN, *CALLED])
@@ -76,3 +90,60 @@ def test_the_loop_reads_what_we_set():
     prepare = inspect.getsource(Trainer._prepare_for_training)
     assert "self._created_lr_scheduler" in prepare
     assert "self._prepare_for_training(" in inspect.getsource(Trainer._inner_training_loop)
+
+
+def test_the_loop_takes_passes_over_a_stream_for_epochs():
+    """What `streaming.place_in_stream` reads back, and what ends a pass before all of its steps."""
+    values = inspect.getsource(Trainer.set_initial_training_values)
+    assert "num_train_epochs = sys.maxsize" in values
+    assert "num_update_steps_per_epoch = max_steps" in values
+    epoch = inspect.getsource(Trainer._run_epoch)
+    assert "self.state.epoch = epoch + (step + 1) / steps_in_epoch" in epoch
+    assert "if self.control.should_epoch_stop or self.control.should_training_stop:" in epoch
+    assert "skip_first_batches(train_dataloader, steps_trained_in_current_epoch)" in epoch
+    control = TrainerControl(should_epoch_stop=True)
+    control._new_epoch()
+    assert not control.should_epoch_stop
+    assert "num_batches" in inspect.signature(skip_first_batches).parameters
+
+
+def private_names() -> set[tuple[str, str]]:
+    """Return (file, name) of each name with a leading underscore that is imported from, or read off, something else."""
+    found = set()
+    for path in FILES:
+        file = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("hf_megapack"):
+                names = [alias.name for alias in node.names]
+            found |= {(file, name) for name in names if name.startswith("_") and not name.startswith("__")}
+    return {(file, name) for file, name in found if not file.startswith("megatron/")}
+
+
+def test_the_private_names_of_other_libraries_are_these():
+    assert private_names() == PRIVATE
+
+
+def test_templates_are_compiled_and_rendered_as_transformers_does():
+    """`data.regions` needs the environment with the generation tag, `data.rendering` the call with its spans."""
+    text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    template = chat_template_utils._compile_jinja_template(text)
+    assert template is chat_template_utils._compile_jinja_template(text)
+    assert {"generation"} <= {tag for extension in template.environment.extensions.values() for tag in extension.tags}
+    assert template.environment.sandboxed
+    rendered = chat_template_utils.render_jinja_template(
+        conversations=[[{"role": "user", "content": "ab"}]], chat_template=text, return_assistant_tokens_mask=True
+    )
+    assert rendered == (["ab"], [[(0, 2)]])
+
+
+def test_a_stream_has_what_is_read_off_it():
+    stream = Dataset.from_list([{"a": 1}]).to_iterable_dataset()
+    assert (stream._distributed, stream._formatting, stream._starting_state_dict) == (None, None, None)
+    assert stream.with_format("torch")._formatting.format_type == "torch"
+    stream.load_state_dict(stream.state_dict())
+    assert stream._starting_state_dict is not None
+    assert "drop_last_batch" in inspect.signature(IterableDataset.iter).parameters
+    assert hasattr(TrainingArguments, "n_gpu")

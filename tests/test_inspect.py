@@ -356,7 +356,7 @@ def test_what_cannot_be_read_is_an_error_that_says_why(tmp_path):
         ("empty.jsonl", "is empty"),
         ("broken.jsonl", "cannot be read as a file: .*JSON"),
         ("rows.csv", "unknown kind; known are .json, .jsonl, .parquet"),
-        ("folder", "cannot be read as a folder of a saved dataset"),
+        ("folder", "cannot be read as a folder of a dataset"),
     ]:
         with pytest.raises(DataError, match=message):
             read_dataset(str(tmp_path / name))

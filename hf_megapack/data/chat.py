@@ -141,6 +141,7 @@ class ChatTransform:
         self._encoder = TextEncoder(state["tokenizer"])
         self._name = repr(state["tokenizer_name"])
         self._assistant_mask = state["assistant_mask"]
+        self.limit_name = state["limit_name"]
         self._lengths = LengthPolicy(**{key: state[key] for key in ("max_length", "overlong", "limit_name")})
         eos = state["special_tokens"].get("eos_token")
         self._eos_id = None if eos is None else self._encoder.backend.token_to_id(eos)

@@ -5,7 +5,7 @@ The invariant: an example with tokens always has a target. Index 0 never counts,
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -113,14 +113,10 @@ class LengthTally:
     """What became of the examples of one or more datasets.
 
     Attributes:
-        num_examples: Examples before any was dropped.
-        num_truncated: Examples that were cut.
-        num_dropped: Examples that were left out, for their length or because nothing to learn was left of them.
+        counts: Examples of each `Outcome`, in its order.
     """
 
-    num_examples: int = 0
-    num_truncated: int = 0
-    num_dropped: int = 0
+    counts: list[int] = field(default_factory=lambda: [0] * len(Outcome))
 
     def add(self, outcomes: Sequence[int] | np.ndarray) -> None:
         """Count examples.
@@ -128,16 +124,36 @@ class LengthTally:
         Args:
             outcomes: Values of `Outcome`, one per example.
         """
-        counts = np.bincount(np.asarray(outcomes, dtype=np.int64), minlength=len(Outcome))
-        self.num_examples += int(counts.sum())
-        self.num_truncated += int(counts[Outcome.TRUNCATED])
-        self.num_dropped += int(counts[Outcome.DROPPED :].sum())
+        found = np.bincount(np.asarray(outcomes, dtype=np.int64), minlength=len(Outcome))
+        self.merge(LengthTally(counts=found.tolist()))
+
+    def merge(self, other: "LengthTally") -> None:
+        """Add the counts of another tally."""
+        self.counts = [sum(pair) for pair in zip(self.counts, other.counts, strict=True)]
 
     def metrics(self) -> dict[str, int]:
         """Return the counts under the names that are logged; empty if every example was kept whole."""
-        if not self.num_truncated and not self.num_dropped:
+        num_truncated, num_dropped = self.counts[Outcome.TRUNCATED], sum(self.counts[Outcome.DROPPED :])
+        if not num_truncated and not num_dropped:
             return {}
-        return {"truncated_examples": self.num_truncated, "dropped_examples": self.num_dropped}
+        return {"truncated_examples": num_truncated, "dropped_examples": num_dropped}
+
+    def log(self, limit: str = "max_length") -> None:
+        """Log how many examples were cut or dropped, if any.
+
+        Args:
+            limit: What they were longer than.
+        """
+        num_overlong = sum(self.counts) - self.counts[Outcome.WHOLE]
+        if num_overlong:
+            logger.warning(
+                "%d of %d examples were longer than %s: %d truncated, %d dropped, %d dropped because truncation "
+                "left nothing to learn",
+                num_overlong,
+                sum(self.counts),
+                limit,
+                *self.counts[Outcome.TRUNCATED :],
+            )
 
 
 def log_outcomes(outcomes: Sequence[int] | np.ndarray, limit: str = "max_length") -> None:
@@ -147,19 +163,9 @@ def log_outcomes(outcomes: Sequence[int] | np.ndarray, limit: str = "max_length"
         outcomes: Values of `Outcome`, one per example.
         limit: What they were longer than.
     """
-    counts = np.bincount(np.asarray(outcomes, dtype=np.int64), minlength=len(Outcome))
-    num_overlong = counts.sum() - counts[Outcome.WHOLE]
-    if num_overlong:
-        logger.warning(
-            "%d of %d examples were longer than %s: %d truncated, %d dropped, %d dropped because truncation "
-            "left nothing to learn",
-            num_overlong,
-            counts.sum(),
-            limit,
-            counts[Outcome.TRUNCATED],
-            counts[Outcome.DROPPED],
-            counts[Outcome.DROPPED_WITHOUT_TARGET],
-        )
+    tally = LengthTally()
+    tally.add(outcomes)
+    tally.log(limit)
 
 
 def describe_lengths(num_tokens: np.ndarray) -> str:

@@ -60,7 +60,9 @@ def prepare_dataset(  # noqa: PLR0913 - what `ChatTransform` takes, and how to r
         limit_name=limit_name,
     )
     if isinstance(dataset, IterableDataset):
-        raise ConfigError("an IterableDataset cannot be trained on yet; load a datasets.Dataset (streaming=False)")
+        raise ConfigError(
+            "an IterableDataset has no length, so it cannot be prepared as a whole; MegaPackTrainer takes it as it is"
+        )
     features = Features({**COLUMNS, "outcome": Value("int8")})
     if isinstance(dataset, Dataset):
         if len(dataset) == 0:

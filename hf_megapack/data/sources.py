@@ -7,6 +7,8 @@ from datasets.exceptions import DatasetsError
 
 from hf_megapack.errors import DataError
 
+# What `save_to_disk` writes into a folder of one dataset, and of several splits.
+_SAVED = ("state.json", "dataset_dict.json")
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -14,7 +16,7 @@ def read_dataset(name: str, split: str = "train") -> Dataset:
     """Load rows.
 
     Args:
-        name: A .json, .jsonl or .parquet file, a folder written by `save_to_disk`, or a hub id.
+        name: A .json, .jsonl or .parquet file, a folder that `save_to_disk` wrote or a hub dataset is, or a hub id.
         split: Which split of a hub dataset, or of a folder that holds several.
 
     Returns:
@@ -34,9 +36,10 @@ def read_dataset(name: str, split: str = "train") -> Dataset:
     try:
         if is_file:
             return load_dataset(_BUILDERS[path.suffix], data_files=name, split="train")
-        loaded = load_from_disk(name) if path.is_dir() else load_dataset(name, split=split)
+        is_saved = any((path / file).exists() for file in _SAVED)
+        loaded = load_from_disk(name) if is_saved else load_dataset(name, split=split)
     except (OSError, ValueError, DatasetsError) as error:
-        what = "file" if is_file else "folder of a saved dataset" if path.is_dir() else "file, folder or hub dataset"
+        what = "file" if is_file else "folder of a dataset" if path.is_dir() else "file, folder or hub dataset"
         raise DataError(f"{name} cannot be read as a {what}: {error.__cause__ or error}") from error
     if not isinstance(loaded, DatasetDict):
         return loaded

@@ -145,6 +145,8 @@ class ChatTemplate:
         placed = 0
         for turn in turns:
             low, high = self._turn_bounds(conversation, text, turn, row, regions)
+            if turn + 1 == len(conversation.messages) and not self._end_token.sub("", text[high:]).strip():
+                high = len(text)  # Control tokens that close the conversation belong to the turn that ends it.
             spans[turn] = [tag for tag in tags if low <= tag[0] and tag[1] <= high]
             placed += len(spans[turn])
         if placed != len(tags):

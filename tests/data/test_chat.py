@@ -504,7 +504,7 @@ def test_no_usable_row_is_an_error():
 
 def test_datasets_of_the_wrong_kind_are_refused_by_name():
     stream = IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
-    with pytest.raises(ConfigError, match="an IterableDataset cannot"):
+    with pytest.raises(ConfigError, match="an IterableDataset has no length"):
         prepare_dataset(stream, load_tokenizer())
     with pytest.raises(ConfigError, match=r"list of dicts, got dict.*one split"):
         prepare_dataset({"train": []}, load_tokenizer())
