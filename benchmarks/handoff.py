@@ -354,7 +354,9 @@ def main() -> None:
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    print(f"{name}, torch {torch.__version__}, megatron-core {version('megatron-core')}, {arguments.backend}", flush=True)
+    print(
+        f"{name}, torch {torch.__version__}, megatron-core {version('megatron-core')}, {arguments.backend}", flush=True
+    )
     start = time.perf_counter()
     if "cases" in arguments.parts:
         print_cases(arguments.backend)
