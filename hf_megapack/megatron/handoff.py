@@ -188,10 +188,6 @@ def _require(owner: type, names: Iterable[str]) -> None:
 def _refuse_unknown(owner: type, names: set[str]) -> None:
     if names:
         raise BackendError(
-<<<<<<< HEAD
-            f"{owner.__module__}.{owner.__name__} orders CUDA streams in {', '.join(sorted(names))} too, which must "
-=======
             f"{owner.__module__}.{owner.__name__} also orders CUDA streams in {', '.join(sorted(names))}, which must "
->>>>>>> overlap7
             "stay out of torch.compile. Install megatron-core 0.16 to 0.19."
         )

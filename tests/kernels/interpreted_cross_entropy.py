@@ -121,7 +121,7 @@ def test_a_logit_that_is_no_number_is_not_hidden(value, column):
     assert not finite.any()
 
 
-@pytest.mark.parametrize(("num_columns", "rows"), [(151_936, 256), (32_000, 1_280), (50, 2_560)])
+@pytest.mark.parametrize(("num_columns", "rows"), [(151_936, 512), (32_000, 2_560), (50, 5_120)])
 def test_plans_fill_their_buffer_with_whole_tiles(num_columns, rows):
     plan = plan_chunks(num_columns, 4096 if num_columns > 50 else 16_000, torch.bfloat16)
     assert plan.rows == rows
