@@ -88,7 +88,7 @@ def prepare_on_rank_zero(
         length, counted.counts = json.loads(data)
         return ExampleStream(None, None) if length is None else range(length)
 
-    return from_rank_zero(prepare, encode=encode, decode=decode, device=args.device)
+    return from_rank_zero(prepare, encode=encode, decode=decode, device=args.device, is_slow=True)
 
 
 def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_size: int) -> PrefixTreeCollator:
@@ -267,6 +267,7 @@ def _prefix_order(dataset: Sequence, collator: PrefixTreeCollator, args: MegaPac
         encode=lambda _order: b"",
         decode=lambda _nothing: None,
         device=args.device,
+        is_slow=True,
     )
 
 

@@ -6,6 +6,7 @@ process the value is handed over as it is.
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from hf_megapack import errors
 T = TypeVar("T")
 
 _NOTHING, _VALUE, _ERROR = 0, 1, 2
+_PATIENCE = timedelta(days=30)
 
 
 def is_alone() -> bool:
@@ -29,6 +31,7 @@ def from_rank_zero(
     encode: Callable[[T], bytes],
     decode: Callable[[bytes], T],
     device: torch.device,
+    is_slow: bool = False,
 ) -> T | None:
     """Make a value on rank 0 alone and return it on every rank.
 
@@ -37,6 +40,8 @@ def from_rank_zero(
         encode: The value's bytes.
         decode: The value that the other ranks get from these bytes.
         device: Device that the process group communicates on.
+        is_slow: Whether `make` may take longer than the process group waits for a rank (ddp_timeout); the others then
+            wait on sockets of their own, until it is done or rank 0 has died.
 
     Raises:
         MegaPackError: On every rank when `make` raised: on rank 0 whatever it was, elsewhere the same class of
@@ -44,15 +49,19 @@ def from_rank_zero(
     """
     if is_alone():
         return make()
+    patient = dist.new_group(backend="gloo", timeout=_PATIENCE) if is_slow else None
     if dist.get_rank() == 0:
         try:
             value = make()
             kind, payload = (_NOTHING, b"") if value is None else (_VALUE, encode(value))
         except Exception as error:
+            _meet(patient)
             _broadcast(_ERROR, json.dumps([type(error).__name__, str(error)]).encode(), device)
             raise
+        _meet(patient)
         _broadcast(kind, payload, device)
         return value
+    _meet(patient)
     kind, payload = _broadcast(_NOTHING, b"", device)
     if kind == _ERROR:
         name, message = json.loads(payload)
@@ -70,6 +79,13 @@ def all_agree(is_good: bool, device: torch.device) -> bool:
     verdict = torch.tensor(int(is_good), device=device)
     dist.all_reduce(verdict, dist.ReduceOp.MIN)
     return bool(verdict.item())
+
+
+def _meet(group: dist.ProcessGroup | None) -> None:
+    """Wait for the other ranks, as long as that group is allowed to, and give it up; nothing without one."""
+    if group is not None:
+        dist.barrier(group)
+        dist.destroy_process_group(group)
 
 
 def _broadcast(kind: int, payload: bytes, device: torch.device) -> tuple[int, bytes]:

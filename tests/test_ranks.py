@@ -2,7 +2,9 @@
 
 import math
 import os
+import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,26 @@ def test_two_ranks_share_train_resume_and_fail_together(free_port, tmp_path):
     torch.multiprocessing.spawn(run_rank, (free_port, str(tmp_path)), nprocs=2)
     assert sorted(p.name for p in tmp_path.glob("done-*")) == ["done-0", "done-1"]
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+def wait_for_a_slow_rank(rank: int, port: int, folder: str) -> None:
+    """Be one of two processes that wait two seconds for each other, while rank 0 takes five."""
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2))
+    for answer in (lambda: time.sleep(5) or "late", lambda: time.sleep(5) or fail(DataError("late"))):
+        try:
+            value = from_rank_zero(answer, encode=str.encode, decode=bytes.decode, device=CPU, is_slow=True)
+            assert value == "late"
+        except DataError as error:
+            Path(folder, f"failed-{rank}").write_text(str(error))
+    dist.destroy_process_group()
+    Path(folder, f"done-{rank}").touch()
+
+
+def test_ranks_wait_for_slow_work_longer_than_for_each_other(free_port, tmp_path):
+    torch.multiprocessing.spawn(wait_for_a_slow_rank, (free_port, str(tmp_path)), nprocs=2)
+    assert sorted(p.name for p in tmp_path.glob("*")) == ["done-0", "done-1", "failed-0", "failed-1"]
+    assert all((tmp_path / f"failed-{rank}").read_text() == "late" for rank in range(2))
 
 
 def test_alone_a_value_is_handed_over_as_it_is():

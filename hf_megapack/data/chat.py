@@ -25,7 +25,7 @@ from hf_megapack.data.formats import (
     recognise_format,
 )
 from hf_megapack.data.lengths import LengthPolicy, Outcome, log_outcomes
-from hf_megapack.data.masks import mask_tokens, split_edges
+from hf_megapack.data.masks import mask_tokens, split_edges, token_extents
 from hf_megapack.data.refusals import check_size_of_each
 from hf_megapack.data.template import ChatTemplate, Span
 from hf_megapack.errors import ConfigError, DataError
@@ -91,6 +91,9 @@ class ChatTransform:
             "truncate_right".
         chat_template: Template text to use in place of the tokenizer's own.
         limit_name: What sets `max_length`, for messages.
+
+    Attributes:
+        limit_name: As given.
 
     Raises:
         ConfigError: If an argument has a value that is not allowed, or the template's generation tags are wrong.
@@ -268,9 +271,11 @@ class ChatTransform:
         encoded = self._encoder.encode(texts, add_special_tokens=not drafts[0].is_chat)
         for draft, (ids, offsets) in zip(drafts, encoded, strict=True):
             where = f"row {draft.row}" if draft.turn < 0 else f"row {draft.row}, turn {draft.turn}"
-            if edges := split_edges(draft.text, offsets, draft.spans):
+            extents = token_extents(offsets)
+            if edges := split_edges(draft.text, extents, draft.spans):
                 ids, offsets = self._encode_pieces(draft, edges, where)
-            mask = mask_tokens(draft.text, offsets, draft.spans)
+                extents = token_extents(offsets)
+            mask = mask_tokens(draft.text, extents, draft.spans)
             if not draft.is_chat:
                 ids, mask = self._end_text(ids, mask)
             if draft.has_other_turns and mask.all():

@@ -5,7 +5,7 @@ so what precedes one is tokenized the same whatever follows: two texts that agre
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -101,7 +101,9 @@ class TextEncoder:
 
 def _as_arrays(encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
     ids = np.array(encoding.ids, dtype=np.int32)
-    return ids, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    # Faster than an array of the tuples.
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64, count=2 * len(ids))
+    return ids, offsets.reshape(-1, 2)
 
 
 def common_length(first: str, second: str) -> int:

@@ -9,8 +9,11 @@ import numpy as np
 
 from hf_megapack.data.template import Span
 
+# Where each token's text begins and ends, as `token_extents` returns it.
+Extents = tuple[np.ndarray, np.ndarray]
 
-def token_extents(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+
+def token_extents(offsets: np.ndarray) -> Extents:
     """Return where each token's text begins and ends, giving whitespace that offsets leave out to the next token.
 
     Args:
@@ -25,34 +28,32 @@ def token_extents(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         [[0, 2, 5], [2, 5, 6]]
     """
     ends = np.maximum.accumulate(offsets[:, 1])
-    before = np.concatenate(([0], ends[:-1]))
+    before = np.concatenate(([0], ends[:-1])) if len(ends) else ends
     return np.minimum(np.maximum.accumulate(offsets[:, 0]), before), ends
 
 
-def mask_tokens(text: str, offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+def mask_tokens(text: str, extents: Extents, spans: Sequence[Span]) -> np.ndarray:
     """Mark the tokens that make up some character spans.
 
     A token that straddles a span's edge counts only if nothing but whitespace of it lies outside.
 
     Args:
         text: What was tokenized.
-        offsets: Character offsets of its tokens, int, shape (num_tokens, 2).
+        extents: Extents of its tokens.
         spans: Spans to mark, disjoint.
 
     Returns:
         uint8, shape (num_tokens,).
 
     Example:
-        >>> mask_tokens("ab cd", np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist()
+        >>> mask_tokens("ab cd", token_extents(np.array([[0, 2], [2, 5]])), [(3, 5)]).tolist()
         [0, 1]
     """
-    mask = np.zeros(len(offsets), dtype=np.uint8)
-    if not len(offsets):
-        return mask
-    starts, ends = token_extents(offsets)
+    starts, ends = extents
+    mask = np.zeros(len(starts), dtype=np.uint8)
     for begin, end in spans:
-        first = int(np.searchsorted(ends, begin, side="right"))
-        last = int(np.searchsorted(starts, end, side="left"))
+        first = int(ends.searchsorted(begin, "right"))
+        last = int(starts.searchsorted(end, "left"))
         while first < last and text[starts[first] : begin].strip():
             first += 1
         while first < last and text[end : ends[last - 1]].strip():
@@ -61,7 +62,7 @@ def mask_tokens(text: str, offsets: np.ndarray, spans: Sequence[Span]) -> np.nda
     return mask
 
 
-def split_edges(text: str, offsets: np.ndarray, spans: Sequence[Span]) -> list[int]:
+def split_edges(text: str, extents: Extents, spans: Sequence[Span]) -> list[int]:
     """Return the edges of spans that lie inside a token whose part outside the span is more than whitespace.
 
     Such a token cannot be learned in part: the text must be tokenized in two pieces there, as it is when the model
@@ -69,25 +70,23 @@ def split_edges(text: str, offsets: np.ndarray, spans: Sequence[Span]) -> list[i
 
     Args:
         text: What was tokenized.
-        offsets: Character offsets of its tokens, int, shape (num_tokens, 2).
+        extents: Extents of its tokens.
         spans: Spans, disjoint.
 
     Returns:
         Positions in the text, ascending.
 
     Example:
-        >>> split_edges("ab>cd", np.array([[0, 2], [2, 5]]), [(3, 5)])
+        >>> split_edges("ab>cd", token_extents(np.array([[0, 2], [2, 5]])), [(3, 5)])
         [3]
     """
-    if not len(offsets):
-        return []
-    starts, ends = token_extents(offsets)
+    starts, ends = extents
     edges = set()
     for begin, end in spans:
-        first = int(np.searchsorted(ends, begin, side="right"))
+        first = int(ends.searchsorted(begin, "right"))
         if first < len(starts) and starts[first] < begin and text[starts[first] : begin].strip():
             edges.add(begin)
-        last = int(np.searchsorted(starts, end, side="left")) - 1
+        last = int(starts.searchsorted(end, "left")) - 1
         if last >= 0 and ends[last] > end and text[end : ends[last]].strip():
             edges.add(end)
     return sorted(edges)

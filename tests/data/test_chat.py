@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import re
+import resource
 import subprocess
 import sys
 
@@ -493,6 +494,20 @@ def test_lengths_are_logged_with_their_spread(caplog):
         assert sum(upper < length <= high for length in lengths) == count
         upper = high
     assert upper >= lengths[-1]
+
+
+def test_a_conversation_of_a_million_tokens_is_learned_whole_in_bounded_memory():
+    """Memory is that of the tokenizer's result: some hundred bytes for a token, whatever the number of turns."""
+    question, answer = "word " * 300_000, "Reply. " * 120_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    [example] = tokenize([{"messages": [user(question), assistant(answer), user("More?"), assistant("No.")]}])
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    num_tokens = len(example["input_ids"])
+    assert num_tokens > 1_000_000
+    assert grown < 1_000 * num_tokens
+    texts = learned_texts(example, load_tokenizer())
+    expected = [expected_text("qwen2_5_training", assistant(text)) for text in (answer, "No.")]
+    assert [text.strip() for text in texts] == [text.strip() for text in expected]
 
 
 def test_no_usable_row_is_an_error():
