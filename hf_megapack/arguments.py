@@ -43,6 +43,7 @@ TRAINING_ARGUMENTS: dict[str, Verdict] = {
         greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed data_seed
         use_cpu dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor
         dataloader_multiprocessing_context train_sampling_strategy ddp_backend ddp_timeout skip_memory_metrics
+        torch_compile
         """
     ),
     **_each(
@@ -54,7 +55,7 @@ TRAINING_ARGUMENTS: dict[str, Verdict] = {
             "fp16": "use bf16",
             "fp16_full_eval bf16_full_eval": "evaluation runs in the precision of training",
             "activation_checkpointing_kwargs gradient_checkpointing_kwargs": "choose with recompute instead",
-            "torch_compile torch_compile_backend torch_compile_mode": "the Megatron-Core model is not compiled",
+            "torch_compile_backend torch_compile_mode": "torch_compile=True compiles layers with the default backend",
             "use_liger_kernel liger_kernel_config": "Liger patches transformers models only",
             "neftune_noise_alpha": "noise on embeddings differs between examples, so prefixes could not be shared",
             "torch_empty_cache_steps": "the backend manages its own memory",

@@ -1,5 +1,6 @@
 """What MegaPackTrainer checks about its arguments before any data is read or any weight is loaded."""
 
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -48,8 +49,8 @@ def check_args(args: MegaPackConfig) -> MegaPackConfig:
         args: What the trainer was given.
 
     Raises:
-        ConfigError: If they are not a MegaPackConfig, the environment announces another number of processes, or the CPU
-            is asked for where there is a GPU.
+        ConfigError: If they are not a MegaPackConfig, the environment announces another number of processes, the CPU is
+            asked for where there is a GPU, or FP8 where device or packages lack it.
     """
     if not isinstance(args, MegaPackConfig):
         raise ConfigError(f"args is a {type(args).__name__}; build a MegaPackConfig, which takes the same arguments.")
@@ -65,6 +66,8 @@ def check_args(args: MegaPackConfig) -> MegaPackConfig:
             "use_cpu=True, but a GPU is visible and Megatron-Core would take it. Set CUDA_VISIBLE_DEVICES= (empty) in "
             "the environment to train on the CPU, or leave use_cpu out."
         )
+    if args.fp8 is not None:
+        _check_fp8(args.fp8)
     if args.n_gpu > 1:
         # A notebook without a launcher uses one GPU: the HF Trainer would split batches over all that it sees.
         logger.warning(
@@ -73,6 +76,21 @@ def check_args(args: MegaPackConfig) -> MegaPackConfig:
         )
         args._n_gpu = 1
     return args
+
+
+def _check_fp8(recipe: str) -> None:
+    """Check that the device and the installed packages have the recipe."""
+    if not torch.cuda.is_available():
+        raise ConfigError(f"fp8={recipe!r} needs a GPU, and none is visible. Leave fp8 out.")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(f"fp8={recipe!r} needs Transformer Engine: pip install transformer-engine[pytorch].")
+    major, minor = torch.cuda.get_device_capability()
+    needed = 10 if recipe == "mxfp8" else 9
+    if major < needed:
+        raise ConfigError(
+            f"fp8={recipe!r} needs a GPU of compute capability {needed}.0 or later; this one has {major}.{minor}. "
+            "Use 'tensorwise', 'delayed' or 'blockwise' on Hopper, or leave fp8 out."
+        )
 
 
 def check_collator_and_optimizer(data_collator: Any, optimizer_cls_and_kwargs: tuple[type, dict] | None) -> None:

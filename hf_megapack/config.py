@@ -35,9 +35,7 @@ _MINIMUM = {
 }
 # What is built so far, where the field's type allows more.
 _SUPPORTED = {
-    "fp8": (None,),
     "attention": ("auto", "tree"),
-    "recompute": ("auto", "full", "off"),
 }
 
 
@@ -131,15 +129,18 @@ class MegaPackConfig(TrainingArguments):
         None, "Compute in bfloat16 with frozen weights kept in it. None means True on a GPU and False on a CPU."
     )
     fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = _option(
-        None, "FP8 recipe of matrix products. Only None is supported."
+        None,
+        "FP8 recipe of the frozen matrix products, with Transformer Engine's kernels; needs a GPU, bf16 and a model "
+        "without biases; 'mxfp8' needs Blackwell. None computes them in bf16.",
     )
     attention: Literal["auto", "tree", "thd"] = _option(
         "auto", "Attention over packed rows. Only 'tree', which 'auto' takes, is supported."
     )
     recompute: Literal["auto", "full", "selective", "off"] = _option(
         "auto",
-        "Activations to recompute in the backward pass: 'full' or 'off', which 'auto' takes unless "
-        "gradient_checkpointing or activation_checkpointing is set. 'selective' is not supported.",
+        "Activations to compute again in the backward pass: 'off' none; 'selective' those that cost no matrix "
+        "product; 'full' all of each layer's, as gradient_checkpointing and activation_checkpointing mean. 'auto' "
+        "takes for each row the least that fits into the GPU's free memory, and none on a CPU.",
     )
 
     # safety
@@ -172,7 +173,10 @@ class MegaPackConfig(TrainingArguments):
         self._resolve_recompute()
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
+        # transformers would ask accelerate, through the environment, to compile its own model.
+        torch_compile, self.torch_compile = self.torch_compile, False
         super().__post_init__()
+        self.torch_compile = torch_compile
         self._check_combinations()
 
     def _refuse_arguments(self) -> None:
@@ -221,8 +225,10 @@ class MegaPackConfig(TrainingArguments):
             inherited = TrainingArguments.__dataclass_fields__.get(name)
             if inherited is None or not getattr(self, name):
                 continue
-            if self.recompute == "off":
-                raise ConfigError(f"{name}=True means recompute='full', but recompute='off' was given. Set only one.")
+            if self.recompute not in ("auto", "full"):
+                raise ConfigError(
+                    f"{name}=True means recompute='full', but recompute={self.recompute!r} was given. Set only one."
+                )
             self.recompute = "full"
             setattr(self, name, inherited.default)
 
@@ -246,6 +252,16 @@ class MegaPackConfig(TrainingArguments):
             raise ConfigError(
                 f"optim={self.optim.value!r} is not supported: only optimizers that treat every element alike update "
                 f"shards of a matrix correctly. Allowed: {', '.join(ELEMENTWISE_OPTIMIZERS)}."
+            )
+        if self.torch_compile and self.recompute == "selective":
+            raise ConfigError(
+                "torch_compile=True lets the compiler choose what a layer keeps; recompute='selective' chooses by "
+                "hand. Use recompute='auto', 'full' or 'off' with it, or leave torch_compile out."
+            )
+        if self.fp8 is not None and not self.bf16:
+            raise ConfigError(
+                f"fp8={self.fp8!r} replaces matrix products in bf16, but bf16={self.bf16}. Set bf16=True on a GPU, or "
+                "leave fp8 out."
             )
         if self.group_by_prefix and self.packing_strategy != "prefix_tree":
             raise ConfigError(

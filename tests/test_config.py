@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 import pickle
 
 import pytest
@@ -105,13 +106,12 @@ def test_trl_fields_are_ours_or_explained():
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0"),
         ({"context_parallel_size": 0}, "context_parallel_size=0"),
         ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size=2 .*pipeline_parallel_size=1"),
-        ({"expert_parallel_size": 2}, "expert_parallel_size=2 is not supported yet; it must be 1"),
+        ({"expert_parallel_size": 0}, "expert_parallel_size=0 is too small; it must be at least 1"),
         ({"sequence_parallel": True}, "sequence_parallel=True .*tensor_parallel_size=1"),
-        ({"fp8": "blockwise"}, "fp8='blockwise' is not supported yet"),
+        ({"fp8": "blockwise"}, "fp8='blockwise' replaces matrix products in bf16"),
         ({"group_by_prefix": True, "packing_strategy": "ffd"}, "group_by_prefix=True .*packing_strategy='ffd'"),
         ({"group_by_prefix": True, "train_sampling_strategy": "sequential"}, "group_by_prefix=True .*'sequential'"),
         ({"attention": "thd"}, "attention='thd' is not supported yet"),
-        ({"recompute": "selective"}, "recompute='selective' is not supported yet"),
         ({"packing_strategy": "bfd"}, "packing_strategy='bfd' is not allowed; it must be one of 'prefix_tree'"),
         ({"overlong": "drop_it"}, "overlong='drop_it'"),
         ({"packed_sequence_length": 1}, "packed_sequence_length=1 is too small; it must be at least 2"),
@@ -162,3 +162,15 @@ def test_one_process_uses_one_of_several_gpus_and_says_so(make, caplog):
     checks.check_args(args)
     assert args.n_gpu == 1
     assert "3 GPUs are visible" in caplog.text
+
+
+def test_compiled_layers_are_ours_alone(make):
+    """Transformers tells accelerate through the environment, for every later trainer of the process."""
+    config = make(torch_compile=True)
+    assert config.torch_compile
+    assert config.torch_compile_backend is None
+    assert "ACCELERATE_DYNAMO_BACKEND" not in os.environ
+    with pytest.raises(ConfigError, match="torch_compile_mode='max-autotune' is not supported"):
+        make(torch_compile=True, torch_compile_mode="max-autotune")
+    with pytest.raises(ConfigError, match=r"torch_compile=True .*recompute='selective'"):
+        make(torch_compile=True, recompute="selective")

@@ -24,10 +24,18 @@ from hf_megapack.megatron.experts import (
 )
 from hf_megapack.megatron.families import family_of
 from hf_megapack.megatron.host import compute_device, host_device
-from hf_megapack.megatron.lora import attach_lora, factor_keys, initialize_lora, lora_parameters
-from hf_megapack.megatron.model import build_model, whole_model_rules
+from hf_megapack.megatron.lora import (
+    attach_lora,
+    collect_gradients,
+    factor_keys,
+    initialize_lora,
+    lora_parameters,
+    stack_factors,
+)
+from hf_megapack.megatron.model import ModelOptions, build_model, compile_layers, whole_model_rules
 from hf_megapack.megatron.moe import check_experts
 from hf_megapack.megatron.parallel import initialize_parallel
+from hf_megapack.megatron.recompute import RecomputePolicy
 from hf_megapack.megatron.shards import Split, gather_full, take_shard
 from hf_megapack.megatron.step import forward_row, microbatch, reduce_gradients, run_batch
 from hf_megapack.weights.adapter import resolve_lora
@@ -77,8 +85,11 @@ class MegatronBackend:
             folder=checkpoint_folder(self.base_model_name) if self.base_model_name is not None else None,
             layout=self.layout,
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
-            recompute=args.recompute == "full",
+            options=ModelOptions(recompute=args.recompute, fp8=args.fp8),
             seed=args.seed,
+        )
+        self._recompute = RecomputePolicy(
+            args.recompute, self.model[0].config, self.layout, is_compiled=args.torch_compile
         )
         of_experts = expert_names(rules)
         dense_specs = {name: spec for name, spec in specs.items() if name not in of_experts}
@@ -86,6 +97,8 @@ class MegatronBackend:
         attach_expert_lora(self.model, rules, specs)
         initialize_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
         initialize_expert_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
+        if args.torch_compile:
+            compile_layers(self.model)
         self._all_keys = frozenset([*factor_keys(rules, specs), *expert_factor_keys(rules, specs)])
         self.parameters, self._splits = {}, {}
         for key, parameter, dim in lora_parameters(self.model, rules):
@@ -133,13 +146,18 @@ class MegatronBackend:
         """
         for parameter in self.parameters.values():
             parameter.grad = None
-        result = run_batch(self.model, batch, self.layout, wants_grad=True)
+        result = self._run(batch, wants_grad=True)
+        collect_gradients(self.model)
         reduce_gradients(self.parameters, self._splits, self.layout)
         return result
 
     def eval_step(self, batch: PackedBatch) -> StepResult:
         """Compute the loss of an update without gradients; arguments, result and errors as `run_step`."""
-        return run_batch(self.model, batch, self.layout, wants_grad=False)
+        return self._run(batch, wants_grad=False)
+
+    def _run(self, batch: PackedBatch, *, wants_grad: bool) -> StepResult:
+        stack_factors(self.model, wants_grad=wants_grad)
+        return run_batch(self.model, batch, self.layout, self._recompute if wants_grad else None)
 
     def logits(self, row: PackedRow) -> torch.Tensor:
         """Return the logits of every slot of a row, to look at or compare. A collective of the tensor-parallel ranks.
@@ -157,6 +175,7 @@ class MegatronBackend:
         if layout.pipeline_size * layout.context_size > 1:
             raise BackendError("logits needs pipeline_parallel_size=1 and context_parallel_size=1.")
         self.model.eval()
+        stack_factors(self.model, wants_grad=False)
         with host_device(), torch.no_grad():
             inputs = microbatch(row, layout, num_loss_tokens=1, is_dummy=False, wants_logits=True)
             local = forward_row(self.model[0], *inputs)

@@ -3,7 +3,7 @@
 Megatron-Core fuses q, k, v and gate, up into one linear each; their adapters stay apart, so that any per-module PEFT
 adapter loads and exports without loss. Factors are float32 parameters; the base is frozen.
 
-Shapes: T slots, B rows, R rank.
+Shapes: T slots, B rows, N = T * B, D and I inputs, O outputs, G query groups, R the ranks of all projections together.
 """
 
 import functools
@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from hf_megapack.errors import BackendError, ConfigError
 from hf_megapack.megatron.chunks import ModelChunks
+from hf_megapack.megatron.lora_products import FrozenLinearWithUpdate, LowRankProduct, StackedFactors, origin_of
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.megatron.regions import enter_tensor_parallel, leave_tensor_parallel
 from hf_megapack.weights.adapter import LoraSpec, initial_lora_weights
@@ -42,8 +43,11 @@ class Projection:
 class LoraLinear(torch.nn.Module):
     """A frozen Megatron-Core linear plus the low-rank updates of the projections fused in it.
 
+    The products read copies of the factors, stacked and in the activations' type: `stack_factors` makes them before an
+    update's first row, `collect_gradients` takes the factors' gradients from them after its last.
+
     Args:
-        base: `ColumnParallelLinear` or `RowParallelLinear`, frozen.
+        base: `ColumnParallelLinear` or `RowParallelLinear` of Megatron-Core or its Transformer Engine twin, frozen.
         projections: What the linear fuses, in order.
         in_features: Local input size.
         num_groups: Local query groups between which q, k and v are interleaved; 1 when they follow one another.
@@ -70,6 +74,8 @@ class LoraLinear(torch.nn.Module):
             # What crosses ranks is only as wide as the adapter's rank.
             cross = leave_tensor_parallel if is_row_parallel else enter_tensor_parallel
             self._cross_ranks = functools.partial(cross, sequence_parallel=layout.sequence_parallel)
+        # Transformer Engine's own product may be in FP8; the update is added to its result.
+        self._is_plain = layout.tensor_size == 1 and isinstance(base, ColumnParallelLinear | RowParallelLinear)
         self.lora_a = torch.nn.ParameterDict()
         self.lora_b = torch.nn.ParameterDict()
         for projection in self.adapted:
@@ -77,6 +83,9 @@ class LoraLinear(torch.nn.Module):
             factory = {"device": base.weight.device, "dtype": torch.float32}
             self.lora_a[leaf] = torch.nn.Parameter(torch.empty(rank, in_features, **factory))
             self.lora_b[leaf] = torch.nn.Parameter(torch.empty(projection.out_features, rank, **factory))
+        self._places = list(self._find_places())
+        self._masters: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._stacked: StackedFactors | None = None
 
     @property
     def adapted(self) -> list[Projection]:
@@ -88,32 +97,94 @@ class LoraLinear(torch.nn.Module):
         """The frozen weight, which some Megatron-Core code reads from its linears."""
         return self.base.weight
 
+    def _find_places(self) -> Iterator[tuple[Projection, slice, slice]]:
+        """Yield each adapted projection with its rows within a query group and its columns among the stacked ranks."""
+        row = column = 0
+        for projection in self.projections:
+            num_rows = projection.out_features // self.num_groups
+            if projection.spec is not None:
+                yield projection, slice(row, row + num_rows), slice(column, column + projection.spec.rank)
+                column += projection.spec.rank
+            row += num_rows
+
+    def stack_factors(self, wants_grad: bool) -> None:
+        """Copy the factors into the stacked tensors that the products read.
+
+        Args:
+            wants_grad: Whether gradients will be collected.
+        """
+        with torch.no_grad():
+            a_RI = torch.cat([self.lora_a[_leaf(p.name)] for p, _, _ in self._places])
+            out_features = sum(projection.out_features for projection in self.projections)
+            b_GOR = a_RI.new_zeros(self.num_groups, out_features // self.num_groups, a_RI.shape[0])
+            for projection, rows, columns in self._places:
+                b = self.lora_b[_leaf(projection.name)] * projection.spec.scaling
+                b_GOR[:, rows, columns] = b.unflatten(0, (self.num_groups, -1))
+            b_OR, dtype = b_GOR.flatten(0, 1), self.base.weight.dtype
+            self._stacked = StackedFactors(a_RI.to(dtype), b_OR.to(dtype))
+        self._masters = (a_RI.requires_grad_(wants_grad), b_OR.requires_grad_(wants_grad))
+
+    def collect_gradients(self) -> None:
+        """Give each factor its part of the gradient that the update's rows have left in the stacked tensors."""
+        grad_a, grad_b = (master.grad for master in self._masters)
+        self._masters = self._stacked = None
+        if grad_a is None:
+            return
+        grad_b = grad_b.unflatten(0, (self.num_groups, -1))
+        for projection, rows, columns in self._places:
+            leaf = _leaf(projection.name)
+            self.lora_a[leaf].grad = grad_a[columns].clone()
+            self.lora_b[leaf].grad = (grad_b[:, rows, columns] * projection.spec.scaling).flatten(0, 1)
+
     def forward(self, input_TBD: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the base output plus every update, and the bias that the base leaves to its caller."""
-        output, bias = self.base(input_TBD, *args, **kwargs)
-        return output + self._update(input_TBD), bias
+        if self._is_plain:
+            output, bias = self._plain_forward(input_TBD)
+        else:
+            output, bias = self.base(input_TBD, *args, **kwargs)
+            output = output + self._update(input_TBD)
+        return output, bias
+
+    def _plain_forward(self, input_TBD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        base = self.base
+        input_NI, origin = input_TBD.flatten(0, -2), origin_of(input_TBD)
+        output_NO = FrozenLinearWithUpdate.apply(input_NI, base.weight, *self._masters, self._stacked, origin)
+        output = output_NO.unflatten(0, input_TBD.shape[:-1])
+        if base.bias is None or base.skip_bias_add:
+            return output, base.bias
+        return output + base.bias, None
 
     def _update(self, input_TBD: torch.Tensor) -> torch.Tensor:
-        dtype, adapted = input_TBD.dtype, self.adapted
-        # One product for every projection's A: they read the same input.
-        stacked = torch.cat([self.lora_a[_leaf(p.name)] for p in adapted]).to(dtype)
-        inner_TBR = linear(input_TBD, stacked)
+        a, b = self._masters
+        inner = LowRankProduct.apply(input_TBD.flatten(0, -2), a, self._stacked.a_RI, origin_of(input_TBD))
+        inner_TBR = inner.unflatten(0, input_TBD.shape[:-1])
         if self._cross_ranks is not None:
             inner_TBR = self._cross_ranks(inner_TBR)
-        inner = inner_TBR.split([p.spec.rank for p in adapted], dim=-1)
-        updates = {
-            p.name: linear(hidden * p.spec.scaling, self.lora_b[_leaf(p.name)].to(dtype))
-            for p, hidden in zip(adapted, inner, strict=True)
-        }
-        if len(self.projections) == 1:
-            return updates[self.projections[0].name]
-        shape = inner_TBR.shape[:-1]
-        parts = [
-            updates[p.name] if p.name in updates else input_TBD.new_zeros(*shape, p.out_features)
-            for p in self.projections
-        ]
-        grouped = [part.unflatten(-1, (self.num_groups, -1)) for part in parts]
-        return torch.cat(grouped, dim=-1).flatten(-2)
+        update = LowRankProduct.apply(inner_TBR.flatten(0, -2), b, self._stacked.b_OR, None)
+        return update.unflatten(0, inner_TBR.shape[:-1])
+
+
+def stack_factors(model: torch.nn.Module, *, wants_grad: bool) -> None:
+    """Make the copies of all factors that the next rows read. To be called again whenever factors have changed.
+
+    Args:
+        model: A model that `attach_lora` has been through.
+        wants_grad: Whether `collect_gradients` follows.
+    """
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.stack_factors(wants_grad)
+
+
+def collect_gradients(model: torch.nn.Module) -> None:
+    """Set every factor's `.grad` to the gradient of the rows since `stack_factors`.
+
+    Args:
+        model: The same model.
+    """
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.collect_gradients()
 
 
 def _leaf(name: str) -> str:

@@ -14,40 +14,43 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from hf_megapack.errors import ConfigError
-from hf_megapack.megatron.attention import TreeAttention, TreeParams
+from hf_megapack.megatron.attention import TreeParams, allow_compilations
 from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.families import DenseFamily
 from hf_megapack.megatron.host import compute_device, has_gpu, host_device
+from hf_megapack.megatron.layers import FrozenRMSNorm, layer_spec
 from hf_megapack.megatron.loss import LossTerms, frozen_head_loss
-from hf_megapack.megatron.moe import expert_options, keep_routers_wide, put_in_experts
+from hf_megapack.megatron.moe import expert_options, keep_routers_wide
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.megatron.regions import enter_tensor_parallel
-from hf_megapack.megatron.rotary import rotary_angles, rotary_frequencies
+from hf_megapack.megatron.rotary import rotary_frequencies, rotation
 from hf_megapack.weights.load import draw_parameters, load_parameters
 from hf_megapack.weights.names import Part, WeightRule, module_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+logger = logging.getLogger(__name__)
 
-class FrozenRMSNorm(torch.nn.RMSNorm):
-    """torch's RMS norm with Megatron-Core's constructor.
 
-    With sequence parallelism each rank normalises its own slots, which is exact; only a trainable weight would need its
-    gradient summed, so Megatron-Core's own wrapper refuses.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """How a model computes, whatever it is.
+
+    Attributes:
+        recompute: MegaPackConfig's field of this name.
+        fp8: FP8 recipe of the linears, None for none.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
-        super().__init__(hidden_size, eps=eps)
+    recompute: str = "off"
+    fp8: str | None = None
 
 
 class TreeGPTModel(GPTModel):
@@ -62,7 +65,7 @@ class TreeGPTModel(GPTModel):
         if self.config.recompute_granularity is not None and hidden_states is not None and torch.is_grad_enabled():
             # A recomputed layer passes gradients only if its input asks for one; the frozen embedding does not.
             hidden_states = hidden_states.detach().requires_grad_()
-        return hidden_states, rotary_angles(packed_seq_params.local_positions, self.rotary_frequencies), *rest
+        return hidden_states, rotation(packed_seq_params.local_positions, self.rotary_frequencies), *rest
 
     def _postprocess(self, hidden_states, *, packed_seq_params: TreeParams, **_unused) -> torch.Tensor | LossTerms:
         if not self.post_process:
@@ -93,7 +96,7 @@ class TreeGPTModel(GPTModel):
 
 
 def transformer_config(
-    config: PretrainedConfig, family: DenseFamily, layout: ParallelLayout, *, dtype: torch.dtype, recompute: bool
+    config: PretrainedConfig, family: DenseFamily, layout: ParallelLayout, *, dtype: torch.dtype, options: ModelOptions
 ) -> TransformerConfig:
     """Map a Hugging Face configuration to Megatron-Core's.
 
@@ -102,7 +105,7 @@ def transformer_config(
         family: Its family.
         layout: Where this rank stands.
         dtype: Of the frozen weights and the activations.
-        recompute: Whether every layer's activations are computed again in the backward pass.
+        options: How it computes.
 
     Returns:
         The configuration, with each layer's sliding window in `tree_windows`.
@@ -137,9 +140,12 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        # "block" recomputes the first so many layers, which RecomputePolicy sets before every row.
+        recompute_granularity="full" if options.recompute in ("full", "auto") else None,
+        recompute_method="block" if options.recompute in ("full", "auto") else None,
+        recompute_num_layers=0 if options.recompute in ("full", "auto") else None,
+        fp8="hybrid" if options.fp8 else None,
+        fp8_recipe=options.fp8 or "delayed",
         # Context parallelism stays out of Megatron-Core: TreeAttention gathers keys and values itself.
         tensor_model_parallel_size=layout.tensor_size,
         sequence_parallel=layout.sequence_parallel,
@@ -180,21 +186,6 @@ def check_sizes(config: PretrainedConfig, family: DenseFamily, layout: ParallelL
         )
 
 
-def _layer_spec(config: PretrainedConfig, family: DenseFamily, layer: int) -> ModuleSpec:
-    """Return Megatron-Core's own layer with our attention, norms and experts."""
-    settings = family.experts(config)
-    num_experts = settings.num_experts if settings is not None and settings.has_experts[layer] else None
-    spec = get_gpt_layer_local_spec(num_experts, qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
-    if num_experts is not None:
-        put_in_experts(spec.submodules.mlp)
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = FrozenRMSNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = TreeAttention
-    if family.has_qk_norm:
-        attention.q_layernorm = attention.k_layernorm = FrozenRMSNorm
-    return spec
-
-
 def whole_model_rules(config: PretrainedConfig, family: DenseFamily, layout: ParallelLayout) -> list[WeightRule]:
     """Return the family's rules; in a pipeline the last stage has a copy of its own of a tied head."""
     rules = family.rules(config)
@@ -212,7 +203,7 @@ def build_model(  # noqa: PLR0913 (which model, which part of it, and how)
     folder: "Path | None",
     layout: ParallelLayout,
     dtype: torch.dtype,
-    recompute: bool,
+    options: ModelOptions,
     seed: int,
 ) -> ModelChunks:
     """Build this rank's part of the model, frozen, with its weights loaded.
@@ -224,19 +215,25 @@ def build_model(  # noqa: PLR0913 (which model, which part of it, and how)
         folder: Folder with safetensors, None for random weights.
         layout: Where this rank stands.
         dtype: Of the frozen weights and the activations.
-        recompute: Whether activations are computed again in the backward pass.
+        options: How it computes.
         seed: Of random weights.
 
     Returns:
         The chunks on this rank's device, every parameter frozen.
 
     Raises:
-        ConfigError: If the sizes do not divide, or the checkpoint holds other weights than the model.
-        BackendError: If the checkpoint does not fit the configuration.
+        ConfigError: If the sizes do not divide, FP8 is asked for a model with biases, or the checkpoint holds other
+            weights than the model.
     """
     check_sizes(config, family, layout)
+    biases = [rule.parameter for rule in rules if rule.parameter.endswith(".bias")]
+    if options.fp8 is not None and biases:
+        raise ConfigError(
+            f"fp8={options.fp8!r} is supported for models without biases; this one has {len(biases)}, the first "
+            f"{biases[0]}. Leave fp8 out."
+        )
     with host_device(), _without_notices():
-        mcore_config = transformer_config(config, family, layout, dtype=dtype, recompute=recompute)
+        mcore_config = transformer_config(config, family, layout, dtype=dtype, options=options)
         model = ModelChunks([_build_chunk(config, family, mcore_config, layout, k) for k in range(layout.num_chunks)])
     _add_biases(model, {rule.parameter for rule in rules}, dtype)
     model.to(device=compute_device(), dtype=dtype)
@@ -260,6 +257,23 @@ def build_model(  # noqa: PLR0913 (which model, which part of it, and how)
     return model
 
 
+def compile_layers(model: ModelChunks) -> None:
+    """Compile every layer's forward pass with torch.compile, when it first runs.
+
+    Args:
+        model: A model whose modules are final: adapters are attached.
+    """
+    allow_compilations()
+    layers = [layer for chunk in model for layer in chunk.decoder.layers]
+    for layer in layers:
+        # Rows differ in length.
+        layer.compile(dynamic=True)
+    logger.warning(
+        f"torch_compile=True: the first updates compile {len(layers)} layers, a second or more for each; those that "
+        "follow are faster."
+    )
+
+
 def _build_chunk(
     config: PretrainedConfig,
     family: DenseFamily,
@@ -271,12 +285,14 @@ def _build_chunk(
     frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
     is_tied_here = bool(config.tie_word_embeddings) and layout.pipeline_size == 1
     first = (chunk * layout.pipeline_size + layout.pipeline_rank) * num_layers
+    experts, is_fp8 = family.experts(config), mcore_config.fp8 is not None
+    specs = [
+        layer_spec(family, fp8=is_fp8, experts=experts if experts and experts.has_experts[layer] else None)
+        for layer in range(first, first + num_layers)
+    ]
     return TreeGPTModel(
         config=mcore_config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(config, family, layer) for layer in range(first, first + num_layers)],
-            layer_norm=FrozenRMSNorm,
-        ),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=FrozenRMSNorm),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         pre_process=layout.pipeline_rank == 0 and chunk == 0,

@@ -63,18 +63,15 @@ def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.T
     return frequencies.float(), float(factor)
 
 
-def rotary_angles(position_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Return the rotation angle of every slot, in the layout that Megatron-Core's attention expects.
+def rotation(position_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Return cosine and sine of every slot's rotation angles.
 
     Args:
         position_ids: Depth of each slot in its example. Integer, shape (T,).
-        frequencies: Inverse frequencies. float32, shape (rotated / 2,).
+        frequencies: Inverse frequencies in radians per position. float32, shape (F,).
 
     Returns:
-        Angles in radians. float32, shape (T, 1, 1, rotated); its two halves are equal.
-
-    Source:
-        `megatron.core.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward`, 0.19.2.
+        float32, shape (2, T, 1, F): what `kernels.pointwise.split_heads` takes.
     """
-    half = position_ids.float()[:, None] * frequencies[None, :]
-    return torch.cat((half, half), dim=-1)[:, None, None, :]
+    angles = position_ids.float()[:, None, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()))

@@ -4,6 +4,7 @@ Rows are microbatches. The update's number of loss-bearing tokens is known befor
 it at once and gradients are plain sums: over rows here, over the ranks that hold the same weights afterwards.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -20,6 +21,7 @@ from hf_megapack.megatron.host import compute_device, host_device
 from hf_megapack.megatron.loss import LossTerms
 from hf_megapack.megatron.model import TreeGPTModel
 from hf_megapack.megatron.parallel import ParallelLayout
+from hf_megapack.megatron.recompute import RecomputePolicy
 from hf_megapack.megatron.shards import Split
 from hf_megapack.packing import RankLayout
 
@@ -100,8 +102,11 @@ def forward_row(model: TreeGPTModel, input_ids: torch.Tensor, params: TreeParams
     )
 
 
-def _forward_step(microbatches: Iterator, model: TreeGPTModel):
-    output = forward_row(model, *next(microbatches))
+def _forward_step(microbatches: Iterator, model: TreeGPTModel, *, recompute: RecomputePolicy | None):
+    input_ids, params = next(microbatches)
+    if recompute is not None:
+        recompute.apply(model, input_ids.numel())
+    output = forward_row(model, input_ids, params)
 
     def divided_loss(terms: LossTerms):
         # The three-tuple makes the schedule sum losses as they are; its token count goes nowhere.
@@ -110,14 +115,17 @@ def _forward_step(microbatches: Iterator, model: TreeGPTModel):
     return output, divided_loss
 
 
-def run_batch(model: ModelChunks, batch: PackedBatch, layout: ParallelLayout, *, wants_grad: bool) -> StepResult:
+def run_batch(
+    model: ModelChunks, batch: PackedBatch, layout: ParallelLayout, recompute: RecomputePolicy | None
+) -> StepResult:
     """Run this rank's rows of an update and reduce its loss over all ranks.
 
     Args:
         model: This rank's part of the model.
         batch: The update, the same on every rank.
         layout: Where this rank stands.
-        wants_grad: Whether gradients are accumulated (not yet reduced over ranks).
+        recompute: What the backward pass computes again; None for no backward pass. Gradients are accumulated, not yet
+            reduced over ranks.
 
     Returns:
         The update's result, the same on every rank.
@@ -139,11 +147,14 @@ def run_batch(model: ModelChunks, batch: PackedBatch, layout: ParallelLayout, *,
         )
     if batch.num_loss_tokens < 1:
         raise DataError("The update has no loss-bearing token. Supervise at least one token of its examples.")
+    wants_grad = recompute is not None
     model.train(wants_grad)
+    if recompute is not None:
+        recompute.begin_update()
     iterators = [_microbatches(batch, layout) for _ in model]
     with host_device(), torch.set_grad_enabled(wants_grad):
         terms = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=functools.partial(_forward_step, recompute=recompute),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(model),
             num_microbatches=num_microbatches,

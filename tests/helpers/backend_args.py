@@ -18,6 +18,7 @@ def backend_args(**options) -> SimpleNamespace:
         "sequence_length_multiple": None,
         "packed_length_multiple": None,
         "fp8": None,
+        "torch_compile": False,
     }
     assert set(options) <= set(defaults)
     return SimpleNamespace(**(defaults | options))

@@ -9,6 +9,7 @@ import torch
 from hf_megapack.megatron.attention import (
     HOST_BLOCK,
     TreeParams,
+    bucket,
     dense_tree_attention,
     host_tree_attention,
     tree_block_mask,
@@ -94,7 +95,9 @@ def test_block_mask_computes_every_visible_pair_and_skips_the_mask_only_where_al
 ):
     row = random_row(num_slots, seed=num_slots + 1, longest=longest)
     slots = torch.arange(num_slots)
-    num_whole = assert_mask_computes(tree_block_mask(row, num_slots, window), visible(slots, slots, row, window))
+    num_whole = assert_mask_computes(
+        tree_block_mask(row, num_slots, num_slots, window=window), visible(slots, slots, row, window)
+    )
     assert (num_whole > 0) == (longest == 600 and window is None)
 
 
@@ -103,7 +106,21 @@ def test_block_mask_computes_every_visible_pair_and_skips_the_mask_only_where_al
 def test_block_mask_of_a_shared_row_is_that_of_the_ranks_own_slots(rank, window):
     row = shared_with(random_row(1024, seed=5, longest=600), 2, rank)
     seen = visible(row.share.slots, torch.arange(1024), row, window)
-    assert_mask_computes(tree_block_mask(row, 1024, window), seen)
+    assert_mask_computes(tree_block_mask(row, 512, 1024, window=window), seen)
+
+
+@pytest.mark.parametrize("num_slots", [60, 500, 1000])
+def test_block_mask_of_a_padded_row_shows_the_padding_to_nobody(num_slots):
+    row, padded = random_row(num_slots, seed=num_slots, longest=600), bucket(num_slots)
+    mask = tree_block_mask(row, padded, padded, window=None)
+    slots = torch.arange(padded)
+    beyond = padded - num_slots
+    end = torch.cat((row.subtree_end, torch.full((beyond,), padded)))
+    seen = visible(slots, slots, TreeParams(subtree_end=end), None)
+    assert beyond
+    assert not seen[:num_slots, num_slots:].any()
+    assert not seen[num_slots:, :num_slots].any()
+    assert_mask_computes(mask, seen)
 
 
 @pytest.mark.parametrize("attend", [dense_tree_attention, host_tree_attention])

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 
 import pytest
 
@@ -16,12 +17,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_commu
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from hf_megapack.megatron.model import FrozenRMSNorm
+from hf_megapack.megatron.layers import FrozenRMSNorm
 
 SIGNATURES = [
     (GPTModel.__init__, "config transformer_layer_spec vocab_size max_sequence_length position_embedding_type"),
@@ -79,6 +82,7 @@ CONFIG_FIELDS = (
     "softmax_scale params_dtype pipeline_dtype bf16 use_cpu_initialization perform_initialization "
     "calculate_per_token_loss gradient_accumulation_fusion bias_activation_fusion "
     "bias_dropout_fusion masked_softmax_fusion recompute_granularity recompute_method recompute_num_layers "
+    "fp8 fp8_recipe "
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "variable_seq_lengths moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm"
 )
@@ -127,6 +131,31 @@ def test_our_norm_takes_the_place_of_every_norm_in_the_spec():
         assert hasattr(owner, name)
     assert FrozenRMSNorm(config=None, hidden_size=3, eps=1e-3).eps == 1e-3
     assert "final_layernorm" in inspect.getsource(TransformerBlock)
+
+
+def test_attention_and_mlp_have_the_parts_that_ours_run():
+    parts = inspect.getsource(Attention.__init__) + inspect.getsource(SelfAttention.__init__)
+    for name in ("linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm"):
+        assert f"self.{name} = " in parts
+    for name in ("num_query_groups_per_partition", "hidden_size_per_attention_head"):
+        assert f"self.{name} = " in parts
+    assert {"hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"} <= set(
+        inspect.signature(SelfAttention.forward).parameters
+    )
+    for name in ("linear_fc1", "linear_fc2"):
+        assert f"self.{name} = " in inspect.getsource(MLP.__init__)
+
+
+def test_a_layer_hands_its_norms_results_on_as_they_are():
+    """What a norm notes on its result must reach the linear that reads it."""
+    source = inspect.getsource(TransformerLayer)
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        assert re.search(rf"self\.{name}\(|\(self\.{name}, ", source)
+
+
+def test_a_block_recomputes_as_many_layers_as_the_config_says_at_the_time():
+    block = inspect.getsource(TransformerBlock) + inspect.getsource(sys.modules[TransformerBlock.__module__])
+    assert "recompute_granularity == 'full' and self.training" in block
 
 
 def test_a_pipeline_asks_for_nothing_of_cuda_that_has_no_stand_in():

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.megatron.attention import dense_tree_attention, flex_tree_attention
 from hf_megapack.megatron.backend import MegatronBackend
+from hf_megapack.megatron.lora import stack_factors
+from hf_megapack.megatron.recompute import Choice, LayerMemory, RecomputePolicy
+from hf_megapack.megatron.step import forward_row, microbatch
 from tests.helpers.backend_args import backend_args
 from tests.helpers.reference_model import (
     load_reference,
@@ -54,3 +58,31 @@ def test_packed_training_follows_transformers(name, recompute, tmp_path, monkeyp
         result = backend.run_step(PrefixTreeCollator(packed_sequence_length=capacity)(examples))
         assert result.loss == pytest.approx(loss, rel=1e-4)
         assert max(mape(backend.parameters[k].grad.cpu(), g) for k, g in gradients.items()) < 0.05
+
+
+@pytest.mark.parametrize("choice", [Choice(0, False), Choice(0, True), Choice(2, False)], ids=["off", "some", "full"])
+def test_the_memory_of_a_layer_is_what_the_gpu_holds(choice, monkeypatch):
+    """Between models of 2 and 6 layers; LoRA's narrow tensors and row statistics are the rest."""
+    monkeypatch.setattr(
+        RecomputePolicy,
+        "_choose",
+        lambda _, num_slots, num_layers: choice._replace(num_full=num_layers if choice.num_full else 0),
+    )
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_key_value_heads": 4}
+    held = []
+    for num_layers in (2, 6):
+        config = Qwen3Config(**sizes, num_hidden_layers=num_layers, vocab_size=1024, head_dim=128)
+        backend = MegatronBackend(config, backend_args(recompute="auto", bf16=True), PEFT_CONFIG)
+        (row,) = PrefixTreeCollator(packed_sequence_length=100_000)(conversation_examples("last")).rows
+        stack_factors(backend.model, wants_grad=True)
+        backend.model.train()
+        inputs = microbatch(row, backend.layout, num_loss_tokens=1, is_dummy=False)
+        backend._recompute.apply(backend.model[0], inputs[0].numel())
+        forward_row(backend.model[0], *inputs).loss.backward()
+        before = torch.cuda.memory_allocated()
+        terms = forward_row(backend.model[0], *inputs)
+        held.append(torch.cuda.memory_allocated() - before)
+        terms.loss.backward()
+    memory = LayerMemory.of(backend.model[0].config)
+    expected = memory.full if choice.num_full else memory.selective if choice.is_selective else memory.kept
+    assert (held[1] - held[0]) / 4 / len(row.input_ids) == pytest.approx(expected, rel=0.1)

@@ -1,14 +1,12 @@
 """The loss of a frozen head against torch's cross-entropy on whole logits."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hf_megapack.megatron import loss as loss_module
+from hf_megapack.kernels import cross_entropy as plain_module
 from hf_megapack.megatron.loss import frozen_head_loss
+from tests.helpers.thread_ranks import run_on_threads
 
 
 def plain_loss(hidden, head, labels, counts, scale):
@@ -23,7 +21,7 @@ def plain_loss(hidden, head, labels, counts, scale):
 @pytest.mark.parametrize("shift", [0.0, -500.0])
 def test_loss_metrics_and_hidden_gradient_equal_plain_cross_entropy(monkeypatch, budget, shift):
     """However few rows of logits are held at once, and for logits far below zero."""
-    monkeypatch.setattr(loss_module, "LOGITS_BUDGET", budget)
+    monkeypatch.setattr(plain_module, "PLAIN_LOGITS", budget)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(23, 11, generator=generator, dtype=torch.float64)
     head = torch.randn(50, 11, generator=generator, dtype=torch.float64)
@@ -57,47 +55,23 @@ def test_a_head_that_wants_a_gradient_is_refused():
         frozen_head_loss(torch.zeros(1, 2), torch.zeros(3, 2, requires_grad=True), *[torch.zeros(1).long()] * 2, 1.0)
 
 
-class _Thread:
-    """What a process group tells about one of several ranks that are threads."""
-
-    def __init__(self, index: int):
-        self.index = index
-
-    def rank(self) -> int:
-        """Return the number of this rank."""
-        return self.index
-
-
 def test_a_vocabulary_split_over_ranks_gives_the_loss_of_the_whole_and_gradients_that_add_up_to_it(monkeypatch):
-    """Ranks are threads; a barrier and a shared list stand for the all-reduce."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(13, 7, generator=generator, dtype=torch.float64)
     head = torch.randn(24, 7, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 24, (13,), generator=generator)
     labels[:4] = (hidden @ head.T).argmax(-1)[:4]
     counts = torch.randint(1, 4, (13,), generator=generator)
-    barrier, given = threading.Barrier(3), [None] * 3
+    monkeypatch.setattr(plain_module, "PLAIN_LOGITS", 8 * 5)
 
-    def all_reduce(tensor, operation=torch.distributed.ReduceOp.SUM, *, group):
-        given[group.rank()] = tensor.clone()
-        barrier.wait(timeout=10)
-        everyone = torch.stack(list(given))
-        is_max = operation == torch.distributed.ReduceOp.MAX
-        barrier.wait(timeout=10)
-        tensor.copy_(everyone.amax(0) if is_max else everyone.sum(0))
-
-    monkeypatch.setattr(loss_module.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(loss_module, "LOGITS_BUDGET", 8 * 5)
-
-    def run(rank):
+    def run(group):
         leaf = hidden.clone().requires_grad_()
-        part = head[8 * rank : 8 * rank + 8]
-        terms = frozen_head_loss(leaf, part, labels, counts, 1 / 30, group=_Thread(rank))
+        part = head[8 * group.rank() : 8 * group.rank() + 8]
+        terms = frozen_head_loss(leaf, part, labels, counts, 1 / 30, group=group)
         terms.loss.backward()
         return [term.detach() for term in terms], leaf.grad
 
-    with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(run, range(3)))
+    results = run_on_threads(3, run, monkeypatch)
     leaf = hidden.clone().requires_grad_()
     expected = plain_loss(leaf, head, labels, counts, 1 / 30)
     expected[0].backward()

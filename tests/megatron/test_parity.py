@@ -12,7 +12,10 @@ from peft import AutoPeftModelForCausalLM, LoraConfig
 
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.prepare import prepare_dataset
+from hf_megapack.megatron import lora
 from hf_megapack.megatron.backend import MegatronBackend
+from hf_megapack.megatron.lora_products import origin_of
+from hf_megapack.megatron.recompute import Choice, RecomputePolicy
 from hf_megapack.weights.export import export_peft_adapter
 from tests.helpers.assets import load_conversations, load_tokenizer
 from tests.helpers.backend_args import backend_args
@@ -85,16 +88,28 @@ def test_loss_and_every_adapter_gradient_equal_those_of_transformers(pair, assis
     assert len({len(batch.rows) for batch in batches}) > 1
 
 
+@pytest.mark.parametrize(("recompute", "num_full"), [("full", None), ("selective", None), ("auto", 0), ("auto", 1)])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_recomputing_every_layer_changes_nothing(name, tmp_path):
+def test_recomputing_changes_nothing(name, recompute, num_full, tmp_path, monkeypatch):
     """With a frozen embedding a recomputed layer would pass no gradient unless its input asks for one."""
     save_random_model(name, tmp_path)
-    backend = MegatronBackend(str(tmp_path), backend_args(recompute="full"), PEFT_CONFIG)
+    backend = MegatronBackend(str(tmp_path), backend_args(recompute=recompute), PEFT_CONFIG)
+    choices, origins = [], []
+    monkeypatch.setattr(lora, "origin_of", lambda x: origins.append(origin_of(x) is not None) or origin_of(x))
+    apply = RecomputePolicy.apply
+    monkeypatch.setattr(RecomputePolicy, "apply", lambda *args: choices.append(apply(*args)) or choices[-1])
+    if num_full is not None:
+        monkeypatch.setattr(RecomputePolicy, "_choose", lambda *_: Choice(num_full, True))
     state = random_adapter(backend.adapter_state())
     backend.load_adapter(state)
     examples = conversation_examples("each")
     expected = reference_step(load_reference(tmp_path, PEFT_CONFIG, state), examples)
     assert_same_step(backend, PrefixTreeCollator(packed_sequence_length=100_000)(examples), *expected)
+    num_layers = backend.hf_config.num_hidden_layers
+    # Of the training pass and of the evaluation: q, k and v; gate and up; down.
+    assert origins.count(True) == (6 * (num_layers - choices[0].num_full) if choices[0].is_selective else 0)
+    wanted = {"full": Choice(num_layers, False), "selective": Choice(0, True), "auto": Choice(num_full, True)}
+    assert choices == [wanted[recompute]]
 
 
 @pytest.mark.parametrize("name", ["llama_tied_bias_yarn", "mistral_window", "qwen2", "qwen3"])

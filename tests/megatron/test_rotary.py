@@ -7,7 +7,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_megapack.errors import ConfigError
-from hf_megapack.megatron.rotary import rotary_angles, rotary_frequencies
+from hf_megapack.megatron.rotary import rotary_frequencies, rotation
 from tests.helpers.moe_reference import MOE_CONFIGS
 from tests.helpers.reference_model import CONFIGS
 
@@ -17,23 +17,24 @@ def test_cosine_and_sine_equal_those_of_transformers(name):
     config = CONFIGS[name]()
     frequencies, factor = rotary_frequencies(config, config.head_dim)
     positions = torch.tensor([0, 1, 2, 700, 3, 4095])
-    angles = rotary_angles(positions, frequencies)
+    ours = rotation(positions, frequencies)
     cosine, sine = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    assert angles.shape == (6, 1, 1, config.head_dim)
-    assert torch.equal(angles.cos()[:, 0, 0] * factor, cosine[0])
-    assert torch.equal(angles.sin()[:, 0, 0] * factor, sine[0])
+    assert ours.shape == (2, 6, 1, config.head_dim // 2)
+    # transformers repeats each half.
+    assert torch.equal(torch.cat([ours[0, :, 0]] * 2, dim=-1) * factor, cosine[0])
+    assert torch.equal(torch.cat([ours[1, :, 0]] * 2, dim=-1) * factor, sine[0])
 
 
 def test_a_model_that_rotates_half_of_each_head_gets_half_the_angles():
     config = MOE_CONFIGS["glm4_moe"]()
     frequencies, factor = rotary_frequencies(config, config.head_dim)
     positions = torch.tensor([0, 5, 1023])
-    angles = rotary_angles(positions, frequencies)
+    ours = rotation(positions, frequencies)
     cosine, sine = Glm4MoeRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    assert angles.shape == (3, 1, 1, config.head_dim // 2)
+    assert ours.shape == (2, 3, 1, config.head_dim // 4)
     assert factor == 1.0
-    assert torch.equal(angles.cos()[:, 0, 0], cosine[0])
-    assert torch.equal(angles.sin()[:, 0, 0], sine[0])
+    assert torch.equal(torch.cat([ours[0, :, 0]] * 2, dim=-1), cosine[0])
+    assert torch.equal(torch.cat([ours[1, :, 0]] * 2, dim=-1), sine[0])
 
 
 @pytest.mark.parametrize(

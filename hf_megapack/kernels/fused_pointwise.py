@@ -1,0 +1,213 @@
+"""The Triton kernels behind `pointwise`, and their gradients.
+
+Both passes read each tensor once and write each result once, and compute in float32. The backward passes take what the
+forward pass was given and compute the rest again: nothing else is kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_megapack.kernels.pointwise import HeadNorm
+
+# Elements that one program of the activation handles, and heads that one program of the rotation handles.
+SWIGLU_BLOCK = 1024
+HEADS_BLOCK = 16
+
+
+@triton.jit
+def _swiglu_forward(gate_up, output, num_channels, block: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * block + tl.arange(0, block)
+    inside = channel < num_channels
+    row = gate_up + slot * 2 * num_channels
+    gate = tl.load(row + channel, mask=inside).to(tl.float32)
+    up = tl.load(row + num_channels + channel, mask=inside).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    tl.store(output + slot * num_channels + channel, result.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(gate_up, grad, grad_gate_up, num_channels, block: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * block + tl.arange(0, block)
+    inside = channel < num_channels
+    row = slot * 2 * num_channels
+    gate = tl.load(gate_up + row + channel, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + row + num_channels + channel, mask=inside).to(tl.float32)
+    grad_output = tl.load(grad + slot * num_channels + channel, mask=inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    grad_gate = grad_output * up * sigmoid * (1 + gate * (1 - sigmoid))
+    grad_up = grad_output * gate * sigmoid
+    dtype = grad_gate_up.dtype.element_ty
+    tl.store(grad_gate_up + row + channel, grad_gate.to(dtype), mask=inside)
+    tl.store(grad_gate_up + row + num_channels + channel, grad_up.to(dtype), mask=inside)
+
+
+class FusedSwiglu(torch.autograd.Function):
+    """silu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx, gate_up):  # noqa: D102
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        num_channels = gate_up.shape[-1] // 2
+        output = gate_up.new_empty(*gate_up.shape[:-1], num_channels)
+        grid = (output.numel() // num_channels, triton.cdiv(num_channels, SWIGLU_BLOCK))
+        if output.numel():
+            _swiglu_forward[grid](gate_up, output, num_channels, block=SWIGLU_BLOCK)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: D102
+        (gate_up,) = ctx.saved_tensors
+        num_channels = gate_up.shape[-1] // 2
+        grad_gate_up = torch.empty_like(gate_up)
+        grid = (grad.numel() // num_channels, triton.cdiv(num_channels, SWIGLU_BLOCK))
+        if grad.numel():
+            _swiglu_backward[grid](gate_up, grad.contiguous(), grad_gate_up, num_channels, block=SWIGLU_BLOCK)
+        return grad_gate_up
+
+
+@triton.jit
+def _load_parts(pointer, inside, dim, half, head_dim):
+    """Load what turns first, what turns second, and what does not turn, as float32; 0 where there is nothing."""
+    turns = inside & (dim < half)[None, :]
+    stays = inside & (2 * half + dim < head_dim)[None, :]
+    first = tl.load(pointer + dim[None, :], mask=turns, other=0.0).to(tl.float32)
+    second = tl.load(pointer + half + dim[None, :], mask=turns, other=0.0).to(tl.float32)
+    rest = tl.load(pointer + 2 * half + dim[None, :], mask=stays, other=0.0).to(tl.float32)
+    return first, second, rest
+
+
+@triton.jit
+def _store_parts(pointer, inside, dim, half, head_dim, first, second, rest):  # noqa: PLR0913 (three parts)
+    dtype = pointer.dtype.element_ty
+    turns = inside & (dim < half)[None, :]
+    stays = inside & (2 * half + dim < head_dim)[None, :]
+    tl.store(pointer + dim[None, :], first.to(dtype), mask=turns)
+    tl.store(pointer + half + dim[None, :], second.to(dtype), mask=turns)
+    tl.store(pointer + 2 * half + dim[None, :], rest.to(dtype), mask=stays)
+
+
+@triton.jit
+def _load_weights(weight, dim, half, head_dim):
+    first = tl.load(weight + dim, mask=dim < half, other=0.0).to(tl.float32)
+    second = tl.load(weight + half + dim, mask=dim < half, other=0.0).to(tl.float32)
+    rest = tl.load(weight + 2 * half + dim, mask=2 * half + dim < head_dim, other=0.0).to(tl.float32)
+    return first[None, :], second[None, :], rest[None, :]
+
+
+@triton.jit
+def _norm_weights(query_weight, key_weight, is_query, is_value, dim, half, head_dim):  # noqa: PLR0913 (two weights)
+    """Return the weight of each head in the three parts, 1 for values."""
+    q_first, q_second, q_rest = _load_weights(query_weight, dim, half, head_dim)
+    k_first, k_second, k_rest = _load_weights(key_weight, dim, half, head_dim)
+    first = tl.where(is_query, q_first, tl.where(is_value, 1.0, k_first))
+    second = tl.where(is_query, q_second, tl.where(is_value, 1.0, k_second))
+    rest = tl.where(is_query, q_rest, tl.where(is_value, 1.0, k_rest))
+    return first, second, rest
+
+
+@triton.jit
+def _split_heads(  # noqa: PLR0913 (a kernel's arguments)
+    mixed, query, key, value, grad_mixed,
+    rotation, query_weight, key_weight,
+    num_slots, num_groups, group_size, half, head_dim, eps,
+    has_norm: tl.constexpr, is_backward: tl.constexpr, heads_block: tl.constexpr, dim_block: tl.constexpr,
+):  # fmt: skip
+    """Go from `mixed` to `query`, `key` and `value`, or from their gradients in these three to `grad_mixed`."""
+    slot = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * heads_block + tl.arange(0, heads_block)
+    dim = tl.arange(0, dim_block)
+    group, place = head // group_size, head % group_size
+    inside = (head < num_groups * group_size)[:, None]
+    is_query = (place < group_size - 2)[:, None]
+    is_value = (place == group_size - 1)[:, None]
+    has_query, has_key, has_value = inside & is_query, inside & ~(is_query | is_value), inside & is_value
+    query += ((slot * num_groups * (group_size - 2) + group * (group_size - 2) + place) * head_dim)[:, None]
+    key += ((slot * num_groups + group) * head_dim)[:, None]
+    value += ((slot * num_groups + group) * head_dim)[:, None]
+    mixed += ((slot * num_groups * group_size + head) * head_dim)[:, None]
+    cosine = tl.load(rotation + slot * half + dim, mask=dim < half, other=0.0)[None, :]
+    sine = tl.load(rotation + (num_slots + slot) * half + dim, mask=dim < half, other=0.0)[None, :]
+    # Values do not turn.
+    cosine, sine = tl.where(is_value, 1.0, cosine), tl.where(is_value, 0.0, sine)
+    if has_norm or not is_backward:
+        first, second, rest = _load_parts(mixed, inside, dim, half, head_dim)
+    if has_norm:
+        squares = tl.sum(first * first + second * second + rest * rest, axis=1)[:, None]
+        scale = tl.where(is_value, 1.0, tl.rsqrt(squares / head_dim + eps))
+        first, second, rest = first * scale, second * scale, rest * scale
+        weights = _norm_weights(query_weight, key_weight, is_query, is_value, dim, half, head_dim)
+    if is_backward:
+        # Each head is in one of the three; the others load 0.
+        q_first, q_second, q_rest = _load_parts(query, has_query, dim, half, head_dim)
+        k_first, k_second, k_rest = _load_parts(key, has_key, dim, half, head_dim)
+        v_first, v_second, v_rest = _load_parts(value, has_value, dim, half, head_dim)
+        turned, other, grad_rest = q_first + k_first + v_first, q_second + k_second + v_second, q_rest + k_rest + v_rest
+        grad_first, grad_second = turned * cosine + other * sine, other * cosine - turned * sine
+        if has_norm:
+            grad_first, grad_second, grad_rest = (
+                grad_first * weights[0],
+                grad_second * weights[1],
+                grad_rest * weights[2],
+            )
+            along = tl.sum(grad_first * first + grad_second * second + grad_rest * rest, axis=1)[:, None] / head_dim
+            along = tl.where(is_value, 0.0, along)
+            grad_first = (grad_first - first * along) * scale
+            grad_second = (grad_second - second * along) * scale
+            grad_rest = (grad_rest - rest * along) * scale
+        grad_mixed += ((slot * num_groups * group_size + head) * head_dim)[:, None]
+        _store_parts(grad_mixed, inside, dim, half, head_dim, grad_first, grad_second, grad_rest)
+    else:
+        if has_norm:
+            first, second, rest = first * weights[0], second * weights[1], rest * weights[2]
+        turned, other = first * cosine - second * sine, second * cosine + first * sine
+        _store_parts(query, has_query, dim, half, head_dim, turned, other, rest)
+        _store_parts(key, has_key, dim, half, head_dim, turned, other, rest)
+        _store_parts(value, has_value, dim, half, head_dim, turned, other, rest)
+
+
+class FusedSplitHeads(torch.autograd.Function):
+    """Queries, keys and values out of the fused projection, normalised and rotated."""
+
+    @staticmethod
+    def forward(ctx, mixed, rotation, norm: HeadNorm | None, num_groups, head_dim):  # noqa: D102
+        mixed, rotation = mixed.contiguous(), rotation.contiguous()
+        num_slots, group_size = mixed.shape[0], mixed.shape[1] // (num_groups * head_dim)
+        query = mixed.new_empty(num_slots, num_groups * (group_size - 2), head_dim)
+        key, value = mixed.new_empty(2, num_slots, num_groups, head_dim).unbind()
+        ctx.sizes, ctx.norm = (num_groups, group_size, head_dim), norm
+        # Without a norm the gradient needs no more than the angles.
+        ctx.save_for_backward(rotation, *([mixed] if norm is not None else []))
+        _launch(mixed, (query, key, value), rotation, norm, ctx.sizes, grad_mixed=None)
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx, *grads):  # noqa: D102
+        rotation, *saved = ctx.saved_tensors
+        num_groups, group_size, head_dim = ctx.sizes
+        grads = tuple(grad.contiguous() for grad in grads)
+        grad_mixed = grads[0].new_empty(grads[0].shape[0], num_groups * group_size * head_dim)
+        _launch(saved[0] if saved else grad_mixed, grads, rotation, ctx.norm, ctx.sizes, grad_mixed=grad_mixed)
+        return grad_mixed, None, None, None, None
+
+
+def _launch(mixed, heads, rotation, norm, sizes, *, grad_mixed) -> None:
+    num_groups, group_size, head_dim = sizes
+    num_slots, half = heads[0].shape[0], rotation.shape[-1]
+    if not num_slots:
+        return
+    grid = (num_slots, triton.cdiv(num_groups * group_size, HEADS_BLOCK))
+    # The stand-ins are never read.
+    weights = (rotation, rotation) if norm is None else (norm.query_D, norm.key_D)
+    _split_heads[grid](
+        mixed, *heads, mixed if grad_mixed is None else grad_mixed,
+        rotation, *weights,
+        num_slots, num_groups, group_size, half, head_dim, 0.0 if norm is None else norm.eps,
+        has_norm=norm is not None,
+        is_backward=grad_mixed is not None,
+        heads_block=HEADS_BLOCK,
+        dim_block=triton.next_power_of_2(max(half, head_dim - 2 * half)),
+    )  # fmt: skip
