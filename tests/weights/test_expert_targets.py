@@ -98,7 +98,7 @@ def test_parameters_are_selected_as_in_peft():
     counts = {"agreed": 0, "both refused": 0, "refused here": 0}
     with_patterns = 0
 
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
     @given(st.sampled_from(FAMILIES), parameter_configs())
     def check(family, config):
         nonlocal with_patterns
@@ -221,6 +221,7 @@ def test_patterns_see_experts_as_modules_beside_weights_of_the_same_name():
         ({"target_modules": [], "target_parameters": ["q_proj"]}, "q_proj.weight"),
         ({"target_modules": [], "target_parameters": ["weight"]}, "name the module"),
         ({"target_modules": [], "target_parameters": []}, "matches nothing"),
+        ({"target_modules": None}, "no default for models with experts"),
         ({"target_modules": ["q_proj"], "target_parameters": ["q_proj.weight"]}, "use one of the two"),
         (
             {"target_modules": ["q_proj"], "layers_to_transform": [1], "target_parameters": ["down_proj"]},
