@@ -143,6 +143,23 @@ def test_all_linear_is_every_projection_but_routers_and_head(family):
     assert f"{EXPERTS}.gate_up_proj" not in specs
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("family", "reached"),
+    [
+        ("glm4_moe", {"experts.down_proj", "experts.gate_up_proj", "gate"}),
+        ("mixtral", {"experts.down_proj", "experts.gate_up_proj", "gate"}),
+        ("qwen2_moe", {"down_proj", "shared_expert.down_proj", "shared_expert_gate"}),
+        ("qwen3_moe", {"experts.down_proj", "experts.gate_up_proj", "gate"}),
+    ],
+)
+def test_all_linear_of_peft_is_something_else(family, reached):
+    """What the page on adapters says of it, gate and up of ordinary modules left out; attention is always there."""
+    found = {name.split(".", 3)[3] for name in peft_adapters(family, LoraConfig(target_modules="all-linear"))}
+    parts = {name.removeprefix("mlp.") for name in found if not name.endswith((".gate_proj", ".up_proj"))}
+    assert parts == reached | {f"self_attn.{leaf}_proj" for leaf in "qkvo"}
+
+
 def test_short_names_reach_dense_shared_and_routed_experts():
     specs = resolve_lora(LoraConfig(target_modules=["up_proj"]), linear_names("glm4_moe"))
     assert list(specs) == [
