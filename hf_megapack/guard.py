@@ -14,6 +14,7 @@ _ELEMENTWISE = tuple(
     getattr(torch.optim, name)
     for name in ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "SGD", "ASGD"]
 )
+_DIMS_OF_A_MATRIX = 2
 
 
 class SkippableOptimizer(AcceleratedOptimizer):
@@ -81,10 +82,11 @@ def check_optimizer_parameters(optimizer: torch.optim.Optimizer, parameters: Map
 def check_adapters_learn(parameters: Mapping[str, torch.nn.Parameter], device: torch.device) -> None:
     """Check after a backward pass that every adapter takes part in the loss.
 
-    A factor B starts at zero, so the gradient of its A is zero at first; B's own must not be.
+    A factor B starts at zero, so the gradient of its A is zero at first; B's own must not be. Experts are an exception:
+    the router may send them no token of an update. Some expert, somewhere, must learn.
 
     Args:
-        parameters: PEFT key to factor, with gradients.
+        parameters: PEFT key to factor, with gradients; factors of experts are stacked, in three dimensions.
         device: Device that the process group communicates on.
 
     Raises:
@@ -95,6 +97,13 @@ def check_adapters_learn(parameters: Mapping[str, torch.nn.Parameter], device: t
         for key, parameter in parameters.items()
         if parameter.grad is None or (".lora_B." in key and not parameter.grad.any())
     ]
+    experts = {
+        key for key, parameter in parameters.items() if parameter.dim() > _DIMS_OF_A_MATRIX and ".lora_B." in key
+    }
+    # Both questions are put to every rank: a stage of a pipeline may hold no expert.
+    has_no_experts, no_expert_learns = all_agree(not experts, device), all_agree(experts <= set(idle), device)
+    if has_no_experts or not no_expert_learns:
+        idle = [key for key in idle if key not in experts]
     if not all_agree(not idle, device):
         listed = "\n  ".join(idle) or "none on this rank; see the other ranks"
         raise BackendError(

@@ -226,9 +226,9 @@ class MegaPackTrainer(Trainer):
         self.state.num_input_tokens_seen += inputs.num_logical_tokens
 
     def floating_point_ops(self, inputs: PackedBatch) -> int:
-        """Return this rank's share of the operations: frozen weights take part in two products forward and back."""
-        weights = sum(p.numel() for name, p in self.model.named_parameters() if "embed" not in name)
-        return 4 * count_slots(inputs, self.backend.data_parallel_rank) * weights // self.backend.context_parallel_size
+        """Return this rank's share of the operations: frozen weights take part in two products, forward and back."""
+        slots = count_slots(inputs, self.backend.data_parallel_rank)
+        return 4 * slots * self.backend.num_active_weights // self.backend.context_parallel_size
 
     def training_step(
         self, model: torch.nn.Module, inputs: PackedBatch, num_items_in_batch: int | None = None

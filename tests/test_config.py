@@ -106,6 +106,7 @@ def test_trl_fields_are_ours_or_explained():
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0"),
         ({"context_parallel_size": 0}, "context_parallel_size=0"),
         ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size=2 .*pipeline_parallel_size=1"),
+        ({"expert_parallel_size": 0}, "expert_parallel_size=0 is too small; it must be at least 1"),
         ({"sequence_parallel": True}, "sequence_parallel=True .*tensor_parallel_size=1"),
         ({"fp8": "blockwise"}, "fp8='blockwise' replaces matrix products in bf16"),
         ({"group_by_prefix": True, "packing_strategy": "ffd"}, "group_by_prefix=True .*packing_strategy='ffd'"),

@@ -63,7 +63,7 @@ class MegatronBackend:
     def __init__(self, model: str | PretrainedConfig, args: "MegaPackConfig", peft_config: LoraConfig):
         self.base_model_name = None if isinstance(model, PretrainedConfig) else str(model)
         self.hf_config = model if self.base_model_name is None else AutoConfig.from_pretrained(self.base_model_name)
-        family = family_of(self.hf_config)
+        self._family = family = family_of(self.hf_config)
         family.check(self.hf_config)
         heads, rules = family.heads(self.hf_config), family.rules(self.hf_config)
         check_experts(family.experts(self.hf_config), args)
@@ -124,6 +124,18 @@ class MegatronBackend:
     def context_parallel_size(self) -> int:
         """Number of processes that share each row."""
         return self.layout.context_size
+
+    @property
+    def num_active_weights(self) -> int:
+        """Weights of this rank's layers that one slot passes through: of experts, as many as the router chooses."""
+        experts = self._family.experts(self.hf_config)
+        active = 0
+        for name, parameter in self.model.named_parameters():
+            if ".mlp.experts." in name:
+                active += parameter[0].numel() * experts.top_k
+            elif "embed" not in name:
+                active += parameter.numel()
+        return active
 
     def run_step(self, batch: PackedBatch) -> StepResult:
         """Compute the loss of an update and its gradient.

@@ -13,11 +13,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import PretrainedConfig
 
 from hf_megapack.kernels.pointwise import HeadNorm, split_heads, swiglu
 from hf_megapack.megatron.attention import TreeAttention, TreeParams
-from hf_megapack.megatron.families import DenseFamily
+from hf_megapack.megatron.families import DenseFamily, ExpertSettings
 from hf_megapack.megatron.lora_products import Origin, keep_origin
 from hf_megapack.megatron.moe import put_in_experts
 
@@ -105,34 +104,32 @@ class TreeMLP(MLP):
         return self.linear_fc2(keep_origin(activation, Origin(swiglu, gate_up)) if self.is_recomputed else activation)
 
 
-def layer_spec(config: PretrainedConfig, family: DenseFamily, layer: int, *, fp8: bool) -> ModuleSpec:
+def layer_spec(family: DenseFamily, *, fp8: bool, experts: ExpertSettings | None = None) -> ModuleSpec:
     """Return the spec of one layer.
 
     Args:
-        config: transformers configuration.
-        family: Its family.
-        layer: Which layer of the model.
+        family: The model's family.
+        experts: The experts of the layer, None for a dense one.
         fp8: Whether linears are Transformer Engine's, which have FP8 products. Otherwise they are Megatron-Core's own:
             with frozen weights both compute the same two products, and `LoraLinear` joins its own to the latter.
     """
-    settings = family.experts(config)
-    num_experts = settings.num_experts if settings is not None and settings.has_experts[layer] else None
+    num_experts = None if experts is None else experts.num_experts
     spec = get_gpt_layer_local_spec(num_experts, qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
-    parts, column, row = spec.submodules, ColumnParallelLinear, RowParallelLinear
+    layer, column, row = spec.submodules, ColumnParallelLinear, RowParallelLinear
     if fp8:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
         column, row = TEColumnParallelLinear, TERowParallelLinear
-    parts.input_layernorm = parts.pre_mlp_layernorm = FrozenRMSNorm
-    parts.self_attention.module = TreeSelfAttention
-    attention = parts.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = FrozenRMSNorm
+    layer.self_attention.module = TreeSelfAttention
+    attention = layer.self_attention.submodules
     attention.linear_qkv, attention.core_attention, attention.linear_proj = column, TreeAttention, row
     if family.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = FrozenRMSNorm
-    if num_experts is not None:
-        put_in_experts(parts.mlp)
+    if experts is None:
+        layer.mlp = _mlp_spec(MLPSubmodules(linear_fc1=column, linear_fc2=row))
     else:
-        parts.mlp = _mlp_spec(MLPSubmodules(linear_fc1=column, linear_fc2=row))
+        put_in_experts(layer.mlp)
     return spec
 
 

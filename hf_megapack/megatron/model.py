@@ -285,13 +285,14 @@ def _build_chunk(
     frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
     is_tied_here = bool(config.tie_word_embeddings) and layout.pipeline_size == 1
     first = (chunk * layout.pipeline_size + layout.pipeline_rank) * num_layers
-    layers = range(first, first + num_layers)
+    experts, is_fp8 = family.experts(config), mcore_config.fp8 is not None
+    specs = [
+        layer_spec(family, fp8=is_fp8, experts=experts if experts and experts.has_experts[layer] else None)
+        for layer in range(first, first + num_layers)
+    ]
     return TreeGPTModel(
         config=mcore_config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer_spec(config, family, layer, fp8=mcore_config.fp8 is not None) for layer in layers],
-            layer_norm=FrozenRMSNorm,
-        ),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=FrozenRMSNorm),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         pre_process=layout.pipeline_rank == 0 and chunk == 0,

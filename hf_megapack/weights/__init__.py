@@ -12,6 +12,9 @@ Which modules of a model a LoraConfig adapts, and how:
     specs = resolve_lora(LoraConfig(r=16, target_modules="all-linear"), linear_names)
     factor_a, factor_b = initial_lora_weights(specs[name], in_features, out_features, True, generator)
 
+The experts of a layer are one module for each projection here, with stacked factors; files hold them as peft or as
+inference engines want them.
+
 Adapters and optimizer moments have the same names whatever the parallel layout, so a checkpoint resumes in any other.
 """
 

@@ -210,7 +210,8 @@ def resolve_lora(
     config = copy.copy(peft_config)
     by_parameter = selected_parameters(config, linear_names)
     if config.target_modules is None:
-        config.target_modules = default_targets(model_type, has_parameters=bool(by_parameter))
+        has_experts = any(map(expert_parts, linear_names))
+        config.target_modules = default_targets(model_type, has_experts=has_experts, has_parameters=bool(by_parameter))
     is_regex = isinstance(config.target_modules, str)
     is_all_linear = is_regex and config.target_modules.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
     if is_all_linear:

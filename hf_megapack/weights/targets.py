@@ -82,21 +82,23 @@ def pattern_matches(key: str, name: str) -> bool:
     return get_pattern_key([key], name) == key
 
 
-def default_targets(model_type: str | None, *, has_parameters: bool) -> set[str]:
+def default_targets(model_type: str | None, *, has_experts: bool, has_parameters: bool) -> set[str]:
     """Return what peft takes for target_modules=None.
 
     Args:
         model_type: `config.model_type` of the model.
+        has_experts: Whether the model has experts: what peft has as default for such is lost when it converts configs.
         has_parameters: Whether target_parameters are given, so that there need not be any modules.
 
     Raises:
         ConfigError: If there is no default and no parameters.
     """
-    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type or "")
+    targets = None if has_experts else TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type or "")
     if targets is None and not has_parameters:
+        described = "models with experts" if has_experts else f"model type {model_type!r}"
         raise ConfigError(
-            f"LoraConfig.target_modules is None and peft has no default for model type {model_type!r}; name the "
-            f'targets, or use "all-linear".'
+            f"LoraConfig.target_modules is None and peft has no default for {described}; name the targets, or use "
+            f'"all-linear".'
         )
     return set(targets or ())
 

@@ -53,6 +53,7 @@ class FakeBackend:
         self.parameters = {
             f"{PREFIX}{name[:-2]}.lora_{name[-1]}.weight": parameter for name, parameter in self.model.factors.items()
         }
+        self.num_active_weights = sum(parameter.numel() for parameter in self.model.parameters())
         self.calls: list[PackedBatch] = []
         self.poison: dict[int, str] = {}
 

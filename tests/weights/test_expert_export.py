@@ -168,10 +168,16 @@ def test_verification_notices_another_scale(tmp_path, monkeypatch):
     state = random_adapter(export, "mixtral")
     export_peft_adapter(state, export, tmp_path, base_model_name=None)
     verify_with_peft(tmp_path, tiny_moe("mixtral"))
-    factors = ParamWrapper.get_delta_factors
-    monkeypatch.setattr(
-        ParamWrapper, "get_delta_factors", lambda self, name: (*factors(self, name)[:2], self.scaling[name] * 1.01)
-    )
+    real = PeftModel.from_pretrained
+
+    def loaded_with_another_scale(*args, **kwargs):
+        model = real(*args, **kwargs)
+        for module in model.modules():
+            if isinstance(module, ParamWrapper):
+                module.scaling["default"] *= 1.01
+        return model
+
+    monkeypatch.setattr(PeftModel, "from_pretrained", loaded_with_another_scale)
     with pytest.raises(ExportError, match="computes something else: logits differ by"):
         verify_with_peft(tmp_path, tiny_moe("mixtral"))
 

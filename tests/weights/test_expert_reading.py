@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from hf_megapack.errors import ExportError
 from hf_megapack.weights import export_peft_adapter, read_peft_adapter, resolve_lora, verify_with_peft
 from tests.helpers.moe_adapters import (
+    CONFIG,
     PREFIX,
     WEIGHTS,
     assert_same_adapter,
@@ -115,6 +116,16 @@ def test_single_experts_mean_what_they_mean_in_peft(tmp_path, family):
     assert resolve_lora(config, names) == resolve_lora(ours, names)
 
 
+def test_blocks_without_an_exact_alpha_stay_one_adapter(tmp_path):
+    """With use_rslora half the rank has no exact alpha; what peft's conversion has made of the scale is what counts."""
+    write_version_4(tmp_path / "old", "mixtral", r=3, lora_alpha=4, use_rslora=True)
+    model = PeftModel.from_pretrained(tiny_moe("mixtral"), tmp_path / "old")
+    model.save_pretrained(tmp_path / "converted", save_embedding_layers=False)
+    config, state = read_peft_adapter(tmp_path / "converted")
+    assert f"{PREFIX}model.layers.0.mlp.experts.gate_up_proj.lora_A.weight" in state
+    torch.testing.assert_close(merged_logits("mixtral", config, state), logits(model), rtol=1e-5, atol=1e-5)
+
+
 def test_names_of_dense_and_shared_layers_do_not_reach_experts_afterwards(tmp_path):
     """Under such targets peft leaves the experts of Qwen2 out; read here, the config must not ask for them either."""
     written_by_peft(tmp_path, "qwen2_moe", target_modules=USUAL, r=2)
@@ -208,3 +219,29 @@ def test_mark_that_does_not_fit_is_refused(tmp_path, damaged_sources, mark, word
     save_file(tensors, tmp_path / "adapter" / WEIGHTS, metadata={"hf_megapack_experts": text})
     with pytest.raises(ExportError, match=words):
         read_peft_adapter(tmp_path / "adapter")
+
+
+def test_reader_notices_that_marks_are_replaced_under_it(tmp_path, monkeypatch):
+    """Two adapters with equal configs and shapes: independent gate and up of rank 2, and one A of rank 4."""
+    apart = LoraConfig(target_modules=["gate_proj", "up_proj", "q_proj"], r=2, lora_alpha=4)
+    together = LoraConfig(
+        target_modules=["q_proj"],
+        target_parameters=TOGETHER[:1],
+        r=2,
+        lora_alpha=4,
+        rank_pattern={"gate_up_proj": 4},
+        alpha_pattern={"gate_up_proj": 8},
+    )
+    folders = {"apart": apart, "together": together}
+    for name, config in folders.items():
+        export_peft_adapter(random_adapter(config, "mixtral"), config, tmp_path / name, base_model_name=None)
+    configs = [(tmp_path / name / CONFIG).read_bytes() for name in folders]
+    assert configs[0] == configs[1]
+
+    def replaced_before_loading(path):
+        shutil.copy(tmp_path / "together" / WEIGHTS, tmp_path / "apart" / WEIGHTS)
+        return load_file(path)
+
+    monkeypatch.setattr("hf_megapack.weights.export.load_file", replaced_before_loading)
+    with pytest.raises(ExportError, match="was replaced while it was read"):
+        read_peft_adapter(tmp_path / "apart")

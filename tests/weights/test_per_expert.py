@@ -74,6 +74,31 @@ def test_experts_one_by_one_have_the_values_that_names_say(tmp_path, family):
     torch.testing.assert_close(logits(model), merged_logits(family, peft_config, state), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "lost"),
+    [
+        ("glm4_moe", {"mlp.gate_proj", "mlp.shared_experts.gate_proj"}),
+        ("mixtral", set()),
+        ("qwen2_moe", {f"mlp.experts.{expert}.gate_proj" for expert in range(NUM_EXPERTS)}),
+        ("qwen3_moe", {"mlp.gate_proj"}),
+    ],
+)
+def test_what_peft_would_drop_without_an_error(tmp_path, family, lost):
+    """Why verification refuses this format, and why peft should stop at "experts"; fails when peft mends it."""
+    peft_config = LoraConfig(target_modules="all-linear", r=2)
+    state = random_adapter(peft_config, family)
+    options = {"base_model_name": None, "export_format": "per_expert", "model_type": family}
+    export_peft_adapter(state, peft_config, tmp_path, **options)
+    edit_json(tmp_path, target_modules=[name for name in read_json(tmp_path)["target_modules"] if name != "experts"])
+    loaded = PeftModel.from_pretrained(tiny_moe(family), tmp_path).state_dict()
+    modules = {key.removeprefix(PREFIX).partition(".lora_")[0] for key in loaded if ".lora_" in key}
+    written = {key.removeprefix(PREFIX).partition(".lora_")[0] for key in load_file(tmp_path / WEIGHTS)}
+    fused = {name for name in written if ".experts." in name} if family != "qwen2_moe" else set()
+    dropped = {".".join(name.split(".")[3:]) for name in written - modules - fused}
+    assert {name for name in dropped if name.endswith("gate_proj")} == lost
+
+
 def test_one_a_for_gate_and_up_survives_being_written_one_by_one(tmp_path):
     peft_config = LoraConfig(target_modules=["q_proj"], target_parameters=TOGETHER, r=3)
     state = random_adapter(peft_config, "qwen3_moe")
