@@ -11,10 +11,11 @@ factors (B is not zero), in other rows:
 - flat: rows of several whole examples in random order, nothing shared;
 - packed: rows of prefix trees.
 
-MAPE is mean |a - b| over mean |b| for each factor's gradient, against "unpacked" unless said otherwise. "flat" differs from "unpacked" by
-rounding alone, so it says how exact the arithmetic is; packing should be no worse. Two models, a Llama of four layers
-and Qwen3-8B's shape, each in bfloat16 and in IEEE float32 (no TF32) with weights that are the same numbers, so that
-bfloat16 is compared with float32 too. The deep float32 model takes long: it is only run if asked for, with packed rows.
+MAPE is mean |a - b| over mean |b| for each factor's gradient, against "unpacked" unless said otherwise. "flat" differs
+from "unpacked" by rounding alone, so it says how exact the arithmetic is; packing should be no worse. Two models, a
+Llama of four layers and Qwen3-8B's shape, each in bfloat16 and in IEEE float32 (no TF32) with weights that are the same
+numbers, so that bfloat16 is compared with float32 too. The deep float32 model takes long: it is only run if asked for,
+after the deep bfloat16 one, with packed rows.
 """
 
 import argparse
