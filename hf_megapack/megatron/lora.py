@@ -40,7 +40,19 @@ class Projection:
     spec: LoraSpec | None
 
 
-class LoraLinear(torch.nn.Module):
+class FactorHolder(torch.nn.Module):
+    """A module with adapters, whose products read copies of the factors, stacked and in the activations' type."""
+
+    def stack_factors(self, wants_grad: bool) -> None:
+        """Make the copies before an update's first row."""
+        raise NotImplementedError
+
+    def collect_gradients(self) -> None:
+        """Take the factors' gradients from the copies after an update's last row."""
+        raise NotImplementedError
+
+
+class LoraLinear(FactorHolder):
     """A frozen Megatron-Core linear plus the low-rank updates of the projections fused in it.
 
     The products read copies of the factors, stacked and in the activations' type: `stack_factors` makes them before an
@@ -172,7 +184,7 @@ def stack_factors(model: torch.nn.Module, *, wants_grad: bool) -> None:
         wants_grad: Whether `collect_gradients` follows.
     """
     for module in model.modules():
-        if isinstance(module, LoraLinear):
+        if isinstance(module, FactorHolder):
             module.stack_factors(wants_grad)
 
 
@@ -183,7 +195,7 @@ def collect_gradients(model: torch.nn.Module) -> None:
         model: The same model.
     """
     for module in model.modules():
-        if isinstance(module, LoraLinear):
+        if isinstance(module, FactorHolder):
             module.collect_gradients()
 
 
