@@ -21,6 +21,7 @@ ONE_PROCESS = {
     "pipeline_parallel_size": 1,
     "virtual_pipeline_parallel_size": 1,
     "context_parallel_size": 1,
+    "expert_parallel_size": 1,
 }
 # Of B. A keeps its start; with both the updates are about a tenth of the frozen products.
 FACTOR_STD = 0.02

@@ -162,7 +162,7 @@ class MegatronBackend:
         return self._run(batch, wants_grad=False)
 
     def _run(self, batch: PackedBatch, *, wants_grad: bool) -> StepResult:
-        self._stacks.fill()
+        self._stacks.fill(wants_grad=wants_grad)
         return run_batch(self.model, batch, self.layout, self._recompute if wants_grad else None)
 
     def logits(self, row: PackedRow) -> torch.Tensor:
@@ -181,7 +181,7 @@ class MegatronBackend:
         if layout.pipeline_size * layout.context_size > 1:
             raise BackendError("logits needs pipeline_parallel_size=1 and context_parallel_size=1.")
         self.model.eval()
-        self._stacks.fill()
+        self._stacks.fill(wants_grad=False)
         with host_device(), torch.no_grad():
             inputs = microbatch(row, layout, num_loss_tokens=1, is_dummy=False, wants_logits=True)
             local = forward_row(self.model[0], *inputs)

@@ -1,85 +1,62 @@
 """Frozen experts with an adapter for each, in the place of Megatron-Core's own expert modules.
 
 The weights of a rank's experts are stacked, and so are the factors of their adapters: one independent pair A, B per
-expert and projection. Expert parallelism splits the first dimension of both and nothing else does. Megatron-Core's
-router and dispatcher bring every token to its experts, sorted by expert.
+expert and projection. Expert parallelism splits the first dimension of both and nothing else does. The dispatcher
+brings every token to its experts, sorted by expert.
 
-Shapes: N tokens of this rank's experts, E experts of this rank, D hidden size, F inner size of one expert, R LoRA
-ranks of the projections of one input together, I and O the input and output of any projection.
+Shapes: N tokens of this rank's experts, E experts of this rank, D hidden size, F inner size of one expert.
 """
 
 import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch.nn.functional import grouped_mm, linear, pad, silu
 
 from hf_megapack.errors import ConfigError
+from hf_megapack.kernels.grouped import ALIGNMENT, TokenGroups
 from hf_megapack.megatron.chunks import ModelChunks
+from hf_megapack.megatron.expert_products import ExpertFactors, ExpertProducts, FrozenExperts
 from hf_megapack.megatron.host import compute_device
-from hf_megapack.megatron.lora import PEFT_PREFIX
+from hf_megapack.megatron.lora import PEFT_PREFIX, FactorHolder
+from hf_megapack.megatron.lora_products import origin_of
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.weights.adapter import LoraSpec, initial_lora_weights
 from hf_megapack.weights.names import WeightRule, module_of
 
 FUSED = "gate_up_proj"
-# The grouped kernel wants rows of 16 bytes, and every dimension but the number of tokens ends up as a row somewhere.
-_KERNEL_MULTIPLE = 8
+# The projections of each of an expert's two matrices.
+_FIRST, _SECOND = ("gate_proj", "up_proj", FUSED), ("down_proj",)
 
 
-def looped_linear(input_NI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """Apply each expert's matrix to its tokens, one expert after the other: the plain twin of `grouped_linear`.
-
-    Args:
-        input_NI: Tokens sorted by expert. Floating, shape (N, I).
-        weight_EOI: Same dtype, shape (E, O, I).
-        counts_E: Tokens of each expert, N in sum; some may be 0. Integer, shape (E,).
-
-    Returns:
-        Shape (N, O).
-    """
-    parts = input_NI.split(counts_E.tolist())
-    return torch.cat([linear(part, weight) for part, weight in zip(parts, weight_EOI.unbind(), strict=True)])
-
-
-def grouped_linear(input_NI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """Apply each expert's matrix to its tokens in one kernel. Arguments and result as `looped_linear`."""
-    ends_E = counts_E.to(input_NI.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-    return grouped_mm(input_NI, weight_EOI.transpose(1, 2), offs=ends_E)
-
-
-def _has_kernel(input_NI: torch.Tensor, *sizes: int) -> bool:
-    """Whether the grouped kernel computes this: bfloat16 on a GPU, at least one token, aligned rows."""
-    is_fast = input_NI.is_cuda and input_NI.dtype == torch.bfloat16 and len(input_NI) > 0
-    return is_fast and not any(size % _KERNEL_MULTIPLE for size in sizes)
-
-
-class Experts(torch.nn.Module):
+class Experts(FactorHolder):
     """The experts of one layer that this rank holds: down(silu(gate(x)) * up(x) * weight of the token).
+
+    Attributes:
+        is_recomputed: Whether the backward pass makes inputs and activations again instead of keeping them.
 
     Source:
         Constructor and call as `megatron.core.transformer.moe.experts.SequentialMLP`, 0.16.1 and 0.19.2.
     """
 
+    is_recomputed = False
+
     def __init__(self, num_local_experts: int, config, **_unused):
         super().__init__()
         hidden_size, inner_size = config.hidden_size, config.moe_ffn_hidden_size
-        self.inner_size = inner_size
         factory = {"device": compute_device(), "dtype": config.params_dtype}
         self.fc1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * inner_size, hidden_size, **factory))
         self.fc2 = torch.nn.Parameter(torch.empty(num_local_experts, hidden_size, inner_size, **factory))
         self.lora_a = torch.nn.ParameterDict()
         self.lora_b = torch.nn.ParameterDict()
         self.specs: dict[str, LoraSpec] = {}
-
-    def rows(self, leaf: str) -> slice:
-        """Return which outputs of its matrix a projection makes."""
-        return {
-            "gate_proj": slice(0, self.inner_size),
-            "up_proj": slice(self.inner_size, 2 * self.inner_size),
-            FUSED: slice(0, 2 * self.inner_size),
-            "down_proj": slice(0, self.fc2.shape[1]),
-        }[leaf]
+        self._rows = {
+            "gate_proj": slice(0, inner_size),
+            "up_proj": slice(inner_size, 2 * inner_size),
+            FUSED: slice(0, 2 * inner_size),
+            "down_proj": slice(0, hidden_size),
+        }
+        self._masters: list[torch.Tensor | None] = [None] * 4
+        self._stacked: list[ExpertFactors | None] = [None] * 2
 
     def adapt(self, leaf: str, spec: LoraSpec) -> None:
         """Give every expert an adapter.
@@ -88,13 +65,59 @@ class Experts(torch.nn.Module):
             leaf: "gate_proj", "up_proj", "down_proj", or "gate_up_proj" for one A that serves gate and up.
             spec: Its rank and scale.
         """
-        weight, rows = self.fc2 if leaf == "down_proj" else self.fc1, self.rows(leaf)
+        weight, rows = self.fc2 if leaf in _SECOND else self.fc1, self._rows[leaf]
         num_experts, _, in_features = weight.shape
         factory = {"device": weight.device, "dtype": torch.float32}
         self.lora_a[leaf] = torch.nn.Parameter(torch.empty(num_experts, spec.rank, in_features, **factory))
         self.lora_b[leaf] = torch.nn.Parameter(torch.empty(num_experts, rows.stop - rows.start, spec.rank, **factory))
         self.specs[leaf] = spec
 
+    def _places(self, leaves: tuple[str, ...]) -> Iterator[tuple[str, slice]]:
+        """Yield each adapted projection of a matrix with its columns among the stacked ranks."""
+        column = 0
+        for leaf in leaves:
+            if leaf in self.specs:
+                yield leaf, slice(column, column + self.specs[leaf].rank)
+                column += self.specs[leaf].rank
+
+    def stack_factors(self, wants_grad: bool) -> None:
+        """Copy the factors into the stacked tensors that the products read.
+
+        Args:
+            wants_grad: Whether gradients will be collected.
+        """
+        for index, (leaves, weight) in enumerate(((_FIRST, self.fc1), (_SECOND, self.fc2))):
+            places = list(self._places(leaves))
+            if not places:
+                continue
+            num_experts, out_features, in_features = weight.shape
+            # The kernels want whole multiples; what is left over stays zero.
+            rank = -(-places[-1][1].stop // ALIGNMENT) * ALIGNMENT
+            with torch.no_grad():
+                a_ERI = self.lora_a[places[0][0]].new_zeros(num_experts, rank, in_features)
+                b_EOR = a_ERI.new_zeros(num_experts, out_features, rank)
+                for leaf, columns in places:
+                    a_ERI[:, columns] = self.lora_a[leaf]
+                    b_EOR[:, self._rows[leaf], columns] = self.lora_b[leaf] * self.specs[leaf].scaling
+                self._stacked[index] = ExpertFactors(a_ERI.to(weight.dtype), b_EOR.to(weight.dtype))
+            self._masters[2 * index : 2 * index + 2] = (
+                a_ERI.requires_grad_(wants_grad),
+                b_EOR.requires_grad_(wants_grad),
+            )
+
+    def collect_gradients(self) -> None:
+        """Give each factor its part of the gradient that the update's rows have left in the stacked tensors."""
+        for index, leaves in enumerate((_FIRST, _SECOND)):
+            masters = self._masters[2 * index : 2 * index + 2]
+            if masters[0] is None or masters[0].grad is None:
+                continue
+            grad_a, grad_b = (master.grad for master in masters)
+            for leaf, columns in self._places(leaves):
+                self.lora_a[leaf].grad = grad_a[:, columns].clone()
+                self.lora_b[leaf].grad = grad_b[:, self._rows[leaf], columns] * self.specs[leaf].scaling
+        self._masters, self._stacked = [None] * 4, [None] * 2
+
+    @torch.compiler.disable
     def forward(
         self, hidden_ND: torch.Tensor, counts_E: torch.Tensor, weights_N: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
@@ -108,37 +131,16 @@ class Experts(torch.nn.Module):
         Returns:
             The weighted outputs, shape (N, D), and no bias.
         """
-        gate_up_NF = self._project(hidden_ND, self.fc1, counts_E, ("gate_proj", "up_proj", FUSED))
-        gate_NF, up_NF = gate_up_NF.chunk(2, dim=-1)
-        inner_NF = (silu(gate_NF) * up_NF * weights_N[:, None]).to(hidden_ND.dtype)
-        return self._project(inner_NF, self.fc2, counts_E, ("down_proj",)), None
-
-    def _project(
-        self, input_NI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor, leaves: tuple[str, ...]
-    ) -> torch.Tensor:
-        apply = grouped_linear if _has_kernel(input_NI, *weight_EOI.shape[1:]) else looped_linear
-        output_NO = apply(input_NI, weight_EOI, counts_E)
-        adapted = [leaf for leaf in leaves if leaf in self.specs]
-        if not adapted:
-            return output_NO
-        factor_ERI, factor_EOR = self._stacked_factors(adapted, weight_EOI.shape[1], input_NI.dtype)
-        return output_NO + apply(apply(input_NI, factor_ERI, counts_E), factor_EOR, counts_E)
-
-    def _stacked_factors(
-        self, leaves: list[str], out_features: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the adapters of one input as one: A's one below the other, B's in the rows of their projections."""
-        factors_a, factors_b = [], []
-        for leaf in leaves:
-            rows = self.rows(leaf)
-            factors_a.append(self.lora_a[leaf])
-            scaled = self.lora_b[leaf] * self.specs[leaf].scaling
-            factors_b.append(pad(scaled, (0, 0, rows.start, out_features - rows.stop)))
-        factor_ERI, factor_EOR = torch.cat(factors_a, dim=1).to(dtype), torch.cat(factors_b, dim=2).to(dtype)
-        missing = -factor_ERI.shape[1] % _KERNEL_MULTIPLE
-        if missing and factor_ERI.is_cuda:
-            factor_ERI, factor_EOR = pad(factor_ERI, (0, 0, 0, missing)), pad(factor_EOR, (0, missing))
-        return factor_ERI, factor_EOR
+        experts = FrozenExperts(
+            fc1=self.fc1,
+            fc2=self.fc2,
+            factors1=self._stacked[0],
+            factors2=self._stacked[1],
+            groups=TokenGroups.of(counts_E, hidden_ND.device),
+            origin=origin_of(hidden_ND) if self.is_recomputed else None,
+            is_recomputed=self.is_recomputed,
+        )
+        return ExpertProducts.apply(hidden_ND.contiguous(), weights_N, *self._masters, experts), None
 
 
 def adaptable_names(rules: list[WeightRule]) -> list[str]:

@@ -30,28 +30,6 @@ def _set_rng_state(state: torch.Tensor, *_args, **_kwargs) -> None:
     torch.set_rng_state(state)
 
 
-class _NoStream:
-    """Takes the place of streams and of events on them: on the host everything happens in order."""
-
-    def wait_stream(self, _other: "_NoStream") -> None:
-        """Wait for nothing."""
-
-    def record_event(self) -> "_NoStream":
-        """Return an event that has happened."""
-        return self
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""
-
-
-_NO_STREAM = _NoStream()
-
-
-def _stay_on_host(tensor, as_numpy: bool = False, record_stream: bool = False):
-    """Return sizes as the dispatcher has them once they came from a GPU: collectives take no tensor for a list."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
 @functools.cache
 def has_gpu() -> bool:
     """Return True where the model runs on a CUDA device."""
@@ -71,23 +49,19 @@ def host_device() -> Iterator[None]:
         The calls replaced are `torch.cuda.current_device` (`megatron.core.tensor_parallel.layers`), `device="cuda"`
         (`megatron.core.pipeline_parallel.schedules`), `torch.cuda.synchronize`
         (`megatron.core.pipeline_parallel.p2p_communication`), `_get_cuda_rng_state` / `_set_cuda_rng_state`
-        (`megatron.core.tensor_parallel.random`, used by recompute), and `torch.cuda.Stream`, `current_stream`, `stream`
-        and `maybe_move_tensor_to_cpu` (`megatron.core.transformer.moe.token_dispatcher`); 0.16.1 and 0.19.2. They can
-        go when Megatron-Core takes its device from the tensors it is given.
+        (`megatron.core.tensor_parallel.random`, used by recompute), and `torch.cuda.Stream`
+        (`megatron.core.transformer.moe.token_dispatcher`, whose dispatcher makes one and is then replaced); 0.16.1 and
+        0.19.2. They can go when Megatron-Core takes its device from the tensors it is given.
     """
     if has_gpu():
         yield
         return
     from megatron.core.tensor_parallel import random as mcore_random
-    from megatron.core.transformer.moe import token_dispatcher
 
     stand_ins = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda: None),
-        (torch.cuda, "Stream", lambda *_args, **_kwargs: _NO_STREAM),
-        (torch.cuda, "current_stream", lambda *_args: _NO_STREAM),
-        (torch.cuda, "stream", lambda _stream: contextlib.nullcontext()),
-        (token_dispatcher, "maybe_move_tensor_to_cpu", _stay_on_host),
+        (torch.cuda, "Stream", lambda: None),
         (mcore_random, "_get_cuda_rng_state", _get_rng_state),
         (mcore_random, "_set_cuda_rng_state", _set_rng_state),
     ]

@@ -6,6 +6,7 @@ adapter loads and exports without loss. Factors are float32 parameters; the base
 Shapes: T slots, B rows, N = T * B, D and I inputs, O outputs, G query groups, R the ranks of all projections together.
 """
 
+import abc
 import functools
 import zlib
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,22 @@ class Projection:
     name: str
     out_features: int
     spec: LoraSpec | None
+
+
+class FactorHolder(torch.nn.Module, abc.ABC):
+    """A module with adapters of another shape than a linear's, which keeps copies of its factors by itself."""
+
+    @abc.abstractmethod
+    def stack_factors(self, wants_grad: bool) -> None:
+        """Make the copies before an update's first row.
+
+        Args:
+            wants_grad: Whether gradients will be collected.
+        """
+
+    @abc.abstractmethod
+    def collect_gradients(self) -> None:
+        """Take the factors' gradients from the copies after an update's last row."""
 
 
 class LoraLinear(torch.nn.Module):
@@ -159,6 +176,7 @@ class FactorStacks:
 
     def __init__(self, model: torch.nn.Module):
         self._linears = [module for module in model.modules() if isinstance(module, LoraLinear)]
+        self._holders = [module for module in model.modules() if isinstance(module, FactorHolder)]
         self._a, self._b, self._scalings = [], [], []
         self._a_views, self._b_views = [], []
         for linear in self._linears:
@@ -170,8 +188,14 @@ class FactorStacks:
                 self._a_views.append(a)
                 self._b_views.append(b)
 
-    def fill(self) -> None:
-        """Copy the factors into what the next rows read. To be called again whenever factors have changed."""
+    def fill(self, *, wants_grad: bool) -> None:
+        """Copy the factors into what the next rows read. To be called again whenever factors have changed.
+
+        Args:
+            wants_grad: Whether `collect` follows.
+        """
+        for holder in self._holders:
+            holder.stack_factors(wants_grad)
         if not self._linears:
             return
         with torch.no_grad():
@@ -185,6 +209,8 @@ class FactorStacks:
 
     def collect(self) -> None:
         """Set every factor's `.grad` to the gradient that the rows since `fill` have left."""
+        for holder in self._holders:
+            holder.collect_gradients()
         a_grads, b_grads, scalings, factors = [], [], [], []
         for linear in self._linears:
             grad_a, grad_b = (master.grad for master in linear.masters)

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.attention import TreeParams, allow_compilations
 from hf_megapack.megatron.chunks import ModelChunks
+from hf_megapack.megatron.dispatch import put_in_dispatchers
 from hf_megapack.megatron.families import DenseFamily
 from hf_megapack.megatron.host import compute_device, has_gpu, host_device
 from hf_megapack.megatron.layers import FrozenRMSNorm, layer_spec
@@ -235,6 +236,7 @@ def build_model(  # noqa: PLR0913 (which model, which part of it, and how)
     with host_device(), _without_notices():
         mcore_config = transformer_config(config, family, layout, dtype=dtype, options=options)
         model = ModelChunks([_build_chunk(config, family, mcore_config, layout, k) for k in range(layout.num_chunks)])
+        put_in_dispatchers(model)
     _add_biases(model, {rule.parameter for rule in rules}, dtype)
     model.to(device=compute_device(), dtype=dtype)
     keep_routers_wide(model)

@@ -54,7 +54,7 @@ class LayerMemory:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "LayerMemory":
-        """Count the tensors of one layer on one rank.
+        """Count the tensors of one layer on one rank; of a model with layers of two kinds, their mean.
 
         Args:
             config: The model's configuration.
@@ -64,23 +64,46 @@ class LayerMemory:
         hidden = config.hidden_size / (split if config.sequence_parallel else 1)
         heads = config.num_attention_heads * config.kv_channels / split
         groups = config.num_query_groups * config.kv_channels / split
-        ffn = config.ffn_hidden_size / split
-        # Tokens on their way to experts and back, what each expert makes of them, and the shared expert's own.
-        experts = config.moe_router_topk * (3 * config.hidden_size + 4 * (config.moe_ffn_hidden_size or 0))
-        shared = 3 * (config.moe_shared_expert_intermediate_size or 0) / split
-        is_mixture = config.num_moe_experts is not None
-        # Two residuals, fused projection, rotated heads, attention's output, gate and up.
-        base = 2 * hidden + 2 * (heads + 2 * groups) + heads + 2 * ffn
-        kept = base + 2 * hidden + ffn
-        if is_mixture:
-            # The largest layer counts: the first ones of some models are dense.
-            kept = max(kept, base - 2 * ffn + 2 * hidden + experts + shared)
+        mlp = _mlp_memory(config)
+        # Two residuals, fused projection, rotated heads, attention's output; norms.
+        base = 2 * hidden + 2 * (heads + 2 * groups) + heads + mlp.selective
+        kept = base + 2 * hidden + mlp.kept - mlp.selective
         return cls(
             kept=int(size * kept),
-            selective=int(size * (kept if is_mixture else base)),
+            selective=int(size * base),
             full=int(size * hidden),
-            transient=int(size * (2 * kept if is_mixture else kept + 4 * ffn)),
+            transient=int(size * (kept + mlp.transient)),
         )
+
+
+class _MlpMemory(NamedTuple):
+    """Elements per slot, as in `LayerMemory`."""
+
+    kept: float
+    selective: float
+    transient: float
+
+
+def _mlp_memory(config: TransformerConfig) -> _MlpMemory:
+    ffn = config.ffn_hidden_size / config.tensor_model_parallel_size
+    # Gate and up, activation.
+    dense = _MlpMemory(kept=3 * ffn, selective=2 * ffn, transient=4 * ffn)
+    if config.num_moe_experts is None:
+        return dense
+    # Each slot is so many rows; where the ranks of a tensor group hold parts of a row, these send their own.
+    copies, inner = config.moe_router_topk / config.tensor_model_parallel_size, config.moe_ffn_hidden_size
+    hidden, shared = config.hidden_size, config.moe_shared_expert_intermediate_size or 0
+    shared /= config.tensor_model_parallel_size
+    # Rows that came from other ranks are kept: to make them again would be to send them again.
+    came = hidden if config.expert_model_parallel_size > 1 else 0
+    sparse = _MlpMemory(
+        kept=copies * (hidden + 3 * inner) + 3 * shared,
+        selective=copies * (came + 2 * inner) + 3 * shared,
+        transient=copies * (3 * hidden + 4 * inner) + 4 * shared,
+    )
+    share = sum(config.moe_layer_freq) / len(config.moe_layer_freq)
+    mixed = [share * a + (1 - share) * b for a, b in zip(sparse, dense, strict=True)]
+    return _MlpMemory(*mixed[:2], transient=max(sparse.transient, dense.transient))
 
 
 def choose(
@@ -125,15 +148,20 @@ class RecomputePolicy:
 
     def __init__(self, mode: str, config: TransformerConfig, layout: ParallelLayout, *, is_compiled: bool = False):
         self._mode = mode
-        # Beside experts there is little that costs no matrix product.
-        self._may_be_selective = not is_compiled and config.num_moe_experts is None
+        self._may_be_selective = not is_compiled
         self._memory = LayerMemory.of(config)
         self._layout = layout
         self._budget = float("inf")
+        self._longest = 0
         self._told: set[Choice] = set()
 
-    def begin_update(self) -> None:
-        """Measure the memory that is free before an update's first row. A collective where there are several ranks."""
+    def begin_update(self, longest: int) -> None:
+        """Measure the memory that is free before an update's first row. A collective where there are several ranks.
+
+        Args:
+            longest: Slots of the update's longest row.
+        """
+        self._longest = longest // self._layout.context_size
         if self._mode != "auto" or not has_gpu():
             return
         device = compute_device()
@@ -158,12 +186,14 @@ class RecomputePolicy:
             What was set.
         """
         layers = chunk.decoder.layers
+        if self._layout.expert_size > 1:
+            # Ranks that run different rows share their experts, and send to each other again what they recompute.
+            num_slots = self._longest
         choice = self._choose(num_slots, len(layers))
         if chunk.config.recompute_granularity == "full":
             chunk.config.recompute_num_layers = choice.num_full
         for index, layer in enumerate(layers):
-            for part in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.mlp):
-                # A layer of experts has no such choice.
+            for part in (layer.input_layernorm, layer.pre_mlp_layernorm, getattr(layer.mlp, "experts", layer.mlp)):
                 part.is_recomputed = choice.is_selective and index >= choice.num_full
         if self._mode == "auto" and choice not in self._told and self._layout.rank == 0:
             self._told.add(choice)

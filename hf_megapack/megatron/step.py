@@ -150,7 +150,7 @@ def run_batch(
     wants_grad = recompute is not None
     model.train(wants_grad)
     if recompute is not None:
-        recompute.begin_update()
+        recompute.begin_update(max(row.input_ids.size for row in batch.rows))
     iterators = [_microbatches(batch, layout) for _ in model]
     with host_device(), torch.set_grad_enabled(wants_grad):
         terms = get_forward_backward_func()(

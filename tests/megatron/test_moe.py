@@ -14,7 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from hf_megapack.batch import PackedBatch
 from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.backend import MegatronBackend
+from hf_megapack.megatron.experts import Experts, attach_expert_lora, expert_names
+from hf_megapack.megatron.families import family_of
+from hf_megapack.weights.adapter import LoraSpec
 from tests.helpers.backend_args import backend_args
 from tests.helpers.moe_reference import MOE_CONFIGS, MoeReference, save_moe_model
 from tests.helpers.reference_model import mape, random_adapter
@@ -102,3 +106,63 @@ def test_packing_changes_nothing(pair):
     assert ours.loss == pytest.approx(expected.loss, rel=LOSS_BOUND)
     assert (ours.num_correct, ours.num_loss_tokens) == (expected.num_correct, expected.num_loss_tokens)
     assert max(mape(gradients[key], value) for key, value in others.items()) < PACKING_BOUND_PERCENT
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen2_moe"])
+def test_recomputing_activations_changes_no_bit(name, recompute, tmp_path):
+    save_moe_model(MOE_CONFIGS[name](), tmp_path)
+    batch = PrefixTreeCollator(packed_sequence_length=800)(examples()[:6])
+    results = []
+    for mode in ("off", recompute):
+        backend = MegatronBackend(str(tmp_path), backend_args(recompute=mode), PEFT_CONFIG)
+        backend.load_adapter(random_adapter(backend.adapter_state(), std=0.1))
+        results.append((backend.run_step(batch), {key: p.grad for key, p in backend.parameters.items()}))
+        experts = [module for module in backend.model.modules() if isinstance(module, Experts)]
+        assert any(module.is_recomputed for module in experts) is (mode == "selective")
+        backend.close()
+    (result, gradients), (other, others) = results
+    assert result == other
+    assert all(torch.equal(value, others[key]) for key, value in gradients.items())
+
+
+def test_an_update_repeats_to_the_bit(pair):
+    backend, _, _ = pair
+    batch = PrefixTreeCollator(packed_sequence_length=800)(examples())
+    runs = [(backend.run_step(batch), {k: p.grad.clone() for k, p in backend.parameters.items()}) for _ in range(2)]
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(value, runs[1][1][key]) for key, value in runs[0][1].items())
+
+
+def test_an_adapter_of_gate_and_up_together_is_that_of_both_apart_with_equal_a(tmp_path):
+    """One A for both is the special case of two equal ones; its gradient is the sum of theirs."""
+    save_moe_model(MOE_CONFIGS["qwen3_moe"](), tmp_path)
+    batch = PrefixTreeCollator(packed_sequence_length=800)(examples()[:4])
+    targets = "mlp.experts.gate_up_proj"
+    together = MegatronBackend(str(tmp_path), backend_args(), LoraConfig(r=3, target_parameters=[targets]))
+    name = "base_model.model.model.layers.2.mlp.experts"
+    state = random_adapter(together.adapter_state(), std=0.1)
+    together.load_adapter(state)
+    loss = together.run_step(batch).loss
+    gradient = together.parameters[f"{name}.gate_up_proj.lora_A.weight"].grad
+    together.close()
+
+    apart = MegatronBackend(str(tmp_path), backend_args(), LoraConfig(r=3, target_modules=["gate_proj", "up_proj"]))
+    zero = {key: torch.zeros_like(value) for key, value in apart.adapter_state().items()}
+    for key, value in state.items():
+        both = value.chunk(2, dim=1) if ".lora_B." in key else (value, value)
+        for leaf, part in zip(("gate_proj", "up_proj"), both, strict=True):
+            zero[key.replace("gate_up_proj", leaf)] = part
+    apart.load_adapter(zero)
+    assert apart.run_step(batch).loss == pytest.approx(loss, rel=1e-6)
+    parts = [apart.parameters[f"{name}.{leaf}.lora_A.weight"].grad for leaf in ("gate_proj", "up_proj")]
+    assert mape(sum(parts), gradient) < GRADIENT_BOUND_PERCENT
+    apart.close()
+
+
+def test_a_projection_is_not_adapted_both_apart_and_together(pair):
+    backend, _, _ = pair
+    rules = family_of(backend.hf_config).rules(backend.hf_config)
+    names = sorted(name for name in expert_names(rules) if name.endswith(("up_proj", "gate_up_proj")))[:2]
+    with pytest.raises(ConfigError, match=r"gate_up_proj and .*up_proj both adapt"):
+        attach_expert_lora(backend.model, rules, dict.fromkeys(names, LoraSpec(2, 2, 1.0)))

@@ -63,7 +63,7 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
     seen["losses"] += train(backend, args, optimizer, range(HANDED_OVER, NUM_STEPS))
     seen["adapter"] = backend.adapter_state()
     seen["local"] = {
-        key: (None if split.dim is None else split.rank(backend.layout), backend.parameters[key].detach().clone())
+        key: (None if split.dim is None else split.rank(backend.layout), backend.parameters[key].detach().cpu())
         for key, split in backend._splits.items()
     }
     resumed, handed = make_optimizer(backend), handed or seen["middle"]
