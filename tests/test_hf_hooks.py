@@ -90,6 +90,9 @@ def test_the_loop_reads_what_we_set():
     prepare = inspect.getsource(Trainer._prepare_for_training)
     assert "self._created_lr_scheduler" in prepare
     assert "self._prepare_for_training(" in inspect.getsource(Trainer._inner_training_loop)
+    # Our override finds the checkpoint by its place.
+    call = "max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial\n"
+    assert call in inspect.getsource(Trainer._inner_training_loop)
 
 
 def test_the_loop_takes_passes_over_a_stream_for_epochs():
