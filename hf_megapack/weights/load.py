@@ -237,8 +237,8 @@ def load_parameters(
 class _RandomSource:
     """Stands in for a `CheckpointReader`: every tensor is drawn whole from a stream of its own, then cut.
 
-    A stream runs on the device of the parameter, so a GPU draws a large model in seconds, with other numbers than a
-    CPU would. Experts have a stream each.
+    A stream runs on the device of the parameter, so no host draws what a GPU will hold; a GPU draws other numbers than
+    a CPU would. Experts have a stream each.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], std: float, seed: int, device: torch.device):

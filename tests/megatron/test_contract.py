@@ -20,15 +20,20 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from hf_megapack.megatron.experts import Experts
 from hf_megapack.megatron.handoff import STEPS, handoff_methods
 from hf_megapack.megatron.layers import FrozenRMSNorm
+from hf_megapack.megatron.moe import put_in_experts
 
 SIGNATURES = [
     (GPTModel.__init__, "config transformer_layer_spec vocab_size max_sequence_length position_embedding_type"),
@@ -74,6 +79,25 @@ SIGNATURES = [
     (parallel_state.get_data_parallel_rank, ""),
     (parallel_state.get_data_parallel_world_size, ""),
     (parallel_state.get_data_parallel_group, "with_context_parallel"),
+    (parallel_state.initialize_model_parallel, "expert_model_parallel_size expert_tensor_parallel_size"),
+    (parallel_state.get_expert_model_parallel_rank, ""),
+    (parallel_state.get_expert_model_parallel_world_size, ""),
+    (parallel_state.get_expert_data_parallel_rank, ""),
+    (parallel_state.get_expert_data_parallel_group, ""),
+    (parallel_state.get_expert_tensor_model_pipeline_parallel_group, ""),
+    (MoESubmodules, "experts router shared_experts"),
+    (TopKRouter.__init__, "config pg_collection"),
+    (TopKRouter.gating, "input"),
+    (TopKRouter._apply_expert_bias, "routing_map padding_mask"),
+    (TopKRouter.routing, "logits padding_mask"),
+    (MoETokenDispatcher.__init__, "config pg_collection"),
+    (MoETokenDispatcher.token_dispatch, "hidden_states probs"),
+    (MoETokenDispatcher.dispatch_postprocess, "hidden_states probs"),
+    (MoETokenDispatcher.combine_preprocess, "hidden_states"),
+    (MoETokenDispatcher.token_combine, "hidden_states"),
+    (MoETokenDispatcher.combine_postprocess, "hidden_states"),
+    (moe_utils.get_default_pg_collection, ""),
+    (mappings.all_to_all, "group input_ output_split_sizes_ input_split_sizes"),
     (mcore_random._get_cuda_rng_state, ""),
     (mcore_random._set_cuda_rng_state, "new_state"),
     (mcore_random.model_parallel_cuda_manual_seed, "seed"),
@@ -96,7 +120,12 @@ CONFIG_FIELDS = (
     "bias_dropout_fusion masked_softmax_fusion recompute_granularity recompute_method recompute_num_layers "
     "fp8 fp8_recipe "
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-    "variable_seq_lengths moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm moe_shared_expert_overlap"
+    "variable_seq_lengths moe_token_dispatcher_type overlap_p2p_comm batch_p2p_comm num_moe_experts moe_layer_freq "
+    "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap "
+    "moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor "
+    "moe_router_num_groups moe_router_group_topk moe_router_dtype moe_router_enable_expert_bias "
+    "moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff expert_model_parallel_size "
+    "expert_tensor_parallel_size"
 )
 
 
@@ -182,3 +211,35 @@ def test_random_states_are_forked_under_the_name_that_we_set():
 def test_dispatchers_call_only_the_methods_of_the_shared_expert_that_we_keep_on_its_stream():
     called = set(re.findall(r"self\.shared_experts\.(\w+)\(", inspect.getsource(token_dispatcher)))
     assert called == {*handoff_methods(SharedExpertMLP), *STEPS}
+
+
+def test_a_layer_with_experts_takes_our_router_experts_and_dispatcher():
+    """`put_in_experts` and `put_in_dispatchers` replace what this source builds; it gives the order of steps."""
+    spec = get_gpt_layer_local_spec(4, qk_layernorm=True, normalization="RMSNorm")
+    put_in_experts(spec.submodules.mlp)
+    source = inspect.getsource(MoELayer)
+    for name in ("submodules.experts", "submodules.router", "self.token_dispatcher = MoEAlltoAllTokenDispatcher("):
+        assert name in source
+    steps = [
+        "dispatch_preprocess(\n            hidden_states, routing_map, probs",
+        "token_dispatch(hidden_states, probs)",
+        "dispatch_postprocess(hidden_states, probs)",
+        "combine_preprocess(expert_output)",
+        "token_combine(output)",
+        "combine_postprocess(output)",
+    ]
+    places = [source.find(step) for step in steps]
+    assert all(place > 0 for place in places), places
+    assert places == sorted(places)
+
+
+def test_experts_are_called_with_tokens_counts_and_weights():
+    for owner in (SequentialMLP.forward, Experts.forward):
+        assert len(inspect.signature(owner).parameters) == 4
+    signature = list(inspect.signature(SequentialMLP.__init__).parameters)
+    assert signature[1:3] == ["num_local_experts", "config"]
+    assert list(inspect.signature(Experts.__init__).parameters)[1:3] == signature[1:3]
+
+
+def test_a_dispatcher_of_megatron_asks_for_one_cuda_stream_when_it_is_made():
+    assert re.findall(r"torch\.cuda\.(\w+)", inspect.getsource(MoEAlltoAllTokenDispatcher.__init__)) == ["Stream"]
