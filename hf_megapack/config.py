@@ -118,6 +118,11 @@ class MegaPackConfig(TrainingArguments):
         1,
         "Ranks that split each layer's experts between them, out of the tensor-, context- and data-parallel ranks.",
     )
+    moe_shared_expert_overlap: bool = _option(
+        False,
+        "Compute the shared expert, of models that have one, on a stream of its own while slots travel to their routed "
+        "experts. Needs a GPU and tensor_parallel_size=1.",
+    )
     sequence_parallel: bool = _option(
         False,
         "Split activations between matrices over the tensor-parallel ranks too, which saves memory; needs "

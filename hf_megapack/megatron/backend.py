@@ -78,7 +78,9 @@ class MegatronBackend:
             folder=checkpoint_folder(self.base_model_name) if self.base_model_name is not None else None,
             layout=self.layout,
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
-            options=ModelOptions(recompute=args.recompute, fp8=args.fp8),
+            options=ModelOptions(
+                recompute=args.recompute, fp8=args.fp8, overlap_shared_expert=args.moe_shared_expert_overlap
+            ),
             seed=args.seed,
         )
         self._recompute = RecomputePolicy(

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from hf_megapack.kernels.experts import sum_rows
+from hf_megapack.megatron.handoff import keep_transfers_eager
 from hf_megapack.megatron.lora_products import Origin, keep_origin, origin_of
 
 
@@ -203,5 +204,8 @@ def put_in_dispatchers(model: torch.nn.Module) -> None:
         model: A model of Megatron-Core, whose specification has no place for them.
     """
     for layer in model.modules():
-        if isinstance(layer, MoELayer) and not layer.config.moe_shared_expert_overlap:
-            layer.token_dispatcher = SortingDispatcher(layer.config, get_default_pg_collection())
+        if isinstance(layer, MoELayer):
+            if layer.config.moe_shared_expert_overlap:
+                keep_transfers_eager(layer.token_dispatcher)
+            else:
+                layer.token_dispatcher = SortingDispatcher(layer.config, get_default_pg_collection())

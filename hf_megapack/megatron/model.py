@@ -48,10 +48,12 @@ class ModelOptions:
     Attributes:
         recompute: MegaPackConfig's field of this name.
         fp8: FP8 recipe of the linears, None for none.
+        overlap_shared_expert: MegaPackConfig's `moe_shared_expert_overlap`.
     """
 
     recompute: str = "off"
     fp8: str | None = None
+    overlap_shared_expert: bool = False
 
 
 class TreeGPTModel(GPTModel):
@@ -158,7 +160,7 @@ def transformer_config(
         # Batched, an interleaved pipeline would pair the shape of one microbatch with the tensor of another.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
-        **expert_options(family.experts(config), layout),
+        **expert_options(family.experts(config), layout, overlap_shared_expert=options.overlap_shared_expert),
     )
     result.tree_windows = family.windows(config)
     return result

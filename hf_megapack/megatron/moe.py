@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.experts import Experts
 from hf_megapack.megatron.families import ExpertSettings
+from hf_megapack.megatron.handoff import overlap_fields, shared_expert_spec
 from hf_megapack.megatron.parallel import ParallelLayout
 
 if TYPE_CHECKING:
@@ -64,15 +65,33 @@ def put_in_experts(mlp: Any) -> None:
     """
     submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
     submodules.experts, submodules.router = Experts, FrozenRouter
+    shared = submodules.shared_experts
+    linears = shared.keywords["submodules"] if isinstance(shared, functools.partial) else shared.submodules
+    # Its hand-offs between streams matter where it is overlapped; elsewhere nothing of it differs.
+    submodules.shared_experts = shared_expert_spec(linears)
 
 
-def expert_options(settings: ExpertSettings | None, layout: ParallelLayout) -> dict[str, Any]:
+def expert_options(
+    settings: ExpertSettings | None, layout: ParallelLayout, *, overlap_shared_expert: bool
+) -> dict[str, Any]:
     """Return the fields of Megatron-Core's TransformerConfig that concern experts.
 
     Args:
         settings: The model's experts, None for a dense model.
         layout: Where this rank stands.
+        overlap_shared_expert: Whether the shared expert runs on a stream of its own.
+
+    Raises:
+        ConfigError: If there is no shared expert to overlap, or it cannot be.
     """
+    overlap = {}
+    if overlap_shared_expert:
+        overlap = overlap_fields(
+            # Its steps are called by Megatron-Core's own dispatcher.
+            dispatcher="alltoall",
+            tensor_size=layout.tensor_size,
+            has_shared_expert=settings is not None and settings.shared_size is not None,
+        )
     if settings is None:
         return {}
     has_groups = settings.num_chosen_groups < settings.num_groups
@@ -96,6 +115,7 @@ def expert_options(settings: ExpertSettings | None, layout: ParallelLayout) -> d
         "moe_aux_loss_coeff": 0.0,
         "expert_model_parallel_size": layout.expert_size,
         "expert_tensor_parallel_size": 1,
+        **overlap,
     }
 
 

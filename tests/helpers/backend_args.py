@@ -19,6 +19,7 @@ def backend_args(**options) -> SimpleNamespace:
         "packed_length_multiple": None,
         "fp8": None,
         "torch_compile": False,
+        "moe_shared_expert_overlap": False,
     }
     assert set(options) <= set(defaults)
     return SimpleNamespace(**(defaults | options))

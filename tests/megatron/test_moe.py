@@ -21,7 +21,7 @@ from hf_megapack.megatron.families import family_of
 from hf_megapack.weights.adapter import LoraSpec
 from tests.helpers.backend_args import backend_args
 from tests.helpers.moe_reference import MOE_CONFIGS, MoeReference, save_moe_model
-from tests.helpers.reference_model import mape, random_adapter
+from tests.helpers.reference_model import CONFIGS, mape, random_adapter
 from tests.megatron.test_layouts import examples
 
 LOSS_BOUND = 1e-6
@@ -166,3 +166,13 @@ def test_a_projection_is_not_adapted_both_apart_and_together(pair):
     names = sorted(name for name in expert_names(rules) if name.endswith(("up_proj", "gate_up_proj")))[:2]
     with pytest.raises(ConfigError, match=r"gate_up_proj and .*up_proj both adapt"):
         attach_expert_lora(backend.model, rules, dict.fromkeys(names, LoraSpec(2, 2, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(CONFIGS["llama"], "has no shared expert"), (MOE_CONFIGS["glm4_moe"], "needs a CUDA device")],
+    ids=["dense", "glm4_moe"],
+)
+def test_overlap_of_a_shared_expert_is_refused_where_it_cannot_be(config, message):
+    with pytest.raises(ConfigError, match=message):
+        MegatronBackend(config(), backend_args(moe_shared_expert_overlap=True), LoraConfig(target_modules=["q_proj"]))
