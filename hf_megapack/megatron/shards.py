@@ -3,7 +3,8 @@
 The full tensors carry PEFT key names, so what one layout saves any other can load.
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,11 @@ import torch
 import torch.distributed as dist
 
 from hf_megapack.errors import ExportError
+from hf_megapack.megatron.host import compute_device
 from hf_megapack.megatron.parallel import ParallelLayout
+
+# Elements that are sent at once, or a single tensor that is larger.
+MESSAGE_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +103,8 @@ def merge_shards(contributions: Iterable[Mapping[str, Shard]]) -> dict[str, torc
 def gather_full(local: Mapping[str, tuple[torch.Tensor, Split]], layout: ParallelLayout) -> dict[str, torch.Tensor]:
     """Return the full tensors on every rank. A collective: every rank calls it.
 
+    Adapters of experts are gigabytes, so tensors travel as they are, a limited number of bytes at a time.
+
     Args:
         local: This rank's tensors under their keys, each with the ranks that it is spread over.
         layout: Where this rank stands.
@@ -108,21 +115,49 @@ def gather_full(local: Mapping[str, tuple[torch.Tensor, Split]], layout: Paralle
     Raises:
         ExportError: See `merge_shards`.
     """
-    mine = {
-        key: Shard(
-            tensor=tensor.detach().to("cpu", copy=True),
-            split=split,
-            rank=split.rank(layout),
-            size=split.size(layout),
-        )
-        for key, (tensor, split) in local.items()
-        if split.counts_here(layout)
-    }
-    everyone = [mine]
-    if layout.world_size > 1:
-        everyone = [None] * layout.world_size
-        dist.all_gather_object(everyone, mine)
-    return merge_shards(everyone)
+    mine = {key: local[key] for key in sorted(local) if local[key][1].counts_here(layout)}
+    if layout.world_size == 1:
+        copies = {key: tensor.detach().to("cpu", copy=True) for key, (tensor, _) in mine.items()}
+        return merge_shards([{key: _shard(copies[key], split, layout) for key, (_, split) in mine.items()}])
+    described = {key: _shard(tensor.detach().to("meta"), split, layout) for key, (tensor, split) in mine.items()}
+    everyone: list = [None] * layout.world_size
+    dist.all_gather_object(everyone, described)
+    contributions = []
+    for rank, shards in enumerate(everyone):
+        received = {}
+        for keys in _messages(shards):
+            flat = shards[keys[0]].tensor.new_empty(
+                sum(shards[key].tensor.numel() for key in keys), device=compute_device()
+            )
+            if rank == layout.rank:
+                torch.cat([local[key][0].detach().to(flat.device).flatten() for key in keys], out=flat)
+            dist.broadcast(flat, rank)
+            parts = flat.cpu().split([shards[key].tensor.numel() for key in keys])
+            for key, part in zip(keys, parts, strict=True):
+                tensor = part.view(shards[key].tensor.shape).clone()
+                received[key] = dataclasses.replace(shards[key], tensor=tensor)
+        contributions.append(received)
+    return merge_shards(contributions)
+
+
+def _shard(tensor: torch.Tensor, split: Split, layout: ParallelLayout) -> Shard:
+    return Shard(tensor=tensor, split=split, rank=split.rank(layout), size=split.size(layout))
+
+
+def _messages(shards: Mapping[str, Shard]) -> Iterator[list[str]]:
+    """Yield the keys that one rank sends together: of one dtype, and not too large."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for key, shard in shards.items():
+        by_dtype.setdefault(shard.tensor.dtype, []).append(key)
+    for keys in by_dtype.values():
+        message, size = [], 0
+        for key in keys:
+            if message and size + shards[key].tensor.numel() > MESSAGE_ELEMENTS:
+                yield message
+                message, size = [], 0
+            message.append(key)
+            size += shards[key].tensor.numel()
+        yield message
 
 
 def take_shard(full: torch.Tensor, split: Split, layout: ParallelLayout) -> torch.Tensor:

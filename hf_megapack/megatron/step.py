@@ -25,6 +25,9 @@ from hf_megapack.megatron.recompute import RecomputePolicy
 from hf_megapack.megatron.shards import Split
 from hf_megapack.packing import RankLayout
 
+# Gradients that are summed at once, in elements: 256 MiB, or a single factor that is larger.
+BUCKET_ELEMENTS = 2**26
+
 
 def _on_device(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.int64)).to(compute_device(), non_blocking=True)
@@ -194,13 +197,23 @@ def reduce_gradients(
 
 
 def _sum_over(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum gradients over a group in one flat buffer."""
-    if group.size() == 1 or not parameters:
+    """Sum gradients over a group, in flat buffers of a limited size."""
+    if group.size() == 1:
         return
+    bucket, size = [], 0
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    gradients = [parameter.grad for parameter in parameters]
+        if bucket and size + parameter.numel() > BUCKET_ELEMENTS:
+            _sum_bucket(bucket, group)
+            bucket, size = [], 0
+        bucket.append(parameter.grad)
+        size += parameter.numel()
+    if bucket:
+        _sum_bucket(bucket, group)
+
+
+def _sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):

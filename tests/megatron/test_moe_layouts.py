@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 
 from hf_megapack.errors import ConfigError
+from hf_megapack.megatron import shards, step
 from hf_megapack.megatron.backend import MegatronBackend
 from tests.helpers.backend_args import backend_args
 from tests.helpers.moe_reference import MOE_CONFIGS, save_moe_model
@@ -84,7 +85,8 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
 
 
 def run_layouts(rank: int, world_size: int, folder: Path) -> None:
-    """Visit every layout of a world size, each resuming from the one before."""
+    """Visit every layout of a world size, each resuming from the one before, with small messages."""
+    shards.MESSAGE_ELEMENTS = step.BUCKET_ELEMENTS = 5000
     with pytest.raises(ConfigError, match="expert_parallel_size=8 does not divide"):
         MegatronBackend(MOE_CONFIGS["qwen2_moe"](), backend_args(expert_parallel_size=8), WHOLE)
     handed = None

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_megapack.errors import ExportError
+from hf_megapack.megatron import shards
 from hf_megapack.megatron.shards import Shard, Split, gather_full, merge_shards, take_shard
 
 
@@ -41,6 +42,15 @@ def test_merging_the_shards_of_all_ranks_gives_the_full_tensors(size, axis):
 def test_shards_that_do_not_fit_together_are_refused(ranks):
     with pytest.raises(ExportError, match="a"):
         merge_shards(ranks)
+
+
+def test_what_a_rank_sends_is_cut_into_messages_of_one_dtype(monkeypatch):
+    monkeypatch.setattr(shards, "MESSAGE_ELEMENTS", 10)
+    sizes = {"a": 4, "b": 6, "c": 1, "d": 25, "e": 3}
+    sent = {key: shard_of(torch.ones(size), None, 0, 1) for key, size in sizes.items()}
+    sent["step"] = shard_of(torch.ones((), dtype=torch.float64), None, 0, 1)
+    assert list(shards._messages(sent)) == [["a", "b"], ["c"], ["d"], ["e"], ["step"]]
+    assert list(shards._messages({})) == []
 
 
 def test_gathered_tensors_are_copies():
