@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_megapack.megatron.attention import (
+    FLEX_BLOCK,
     HOST_BLOCK,
     TreeParams,
     bucket,
@@ -107,6 +108,15 @@ def test_block_mask_of_a_shared_row_is_that_of_the_ranks_own_slots(rank, window)
     row = shared_with(random_row(1024, seed=5, longest=600), 2, rank)
     seen = visible(row.share.slots, torch.arange(1024), row, window)
     assert_mask_computes(tree_block_mask(row, 512, 1024, window=window), seen)
+
+
+def test_padded_lengths_are_few_and_little_longer():
+    lengths = np.random.default_rng(0).integers(1, 70_000, 2_000)
+    padded = np.array([bucket(int(n)) for n in lengths])
+    assert ((padded >= lengths) & (padded % FLEX_BLOCK == 0)).all()
+    assert (padded - lengths < np.maximum(FLEX_BLOCK, lengths / 16 + 1)).all()
+    # Fifty rows of 16K slots at most are a dozen lengths or so.
+    assert len({bucket(int(n)) for n in np.linspace(9_000, 16_384, 50)}) <= 16
 
 
 @pytest.mark.parametrize("num_slots", [60, 500, 1000])

@@ -9,6 +9,7 @@ from hf_megapack.megatron.attention import dense_tree_attention, flex_tree_atten
 from hf_megapack.megatron.backend import MegatronBackend
 from hf_megapack.megatron.recompute import Choice, LayerMemory, RecomputePolicy
 from hf_megapack.megatron.step import forward_row, microbatch
+from hf_megapack.packing import Alignment
 from tests.helpers.backend_args import backend_args
 from tests.helpers.reference_model import (
     load_reference,
@@ -59,6 +60,11 @@ def test_packed_training_follows_transformers(name, recompute, tmp_path, monkeyp
         assert max(mape(backend.parameters[k].grad.cpu(), g) for k, g in gradients.items()) < 0.05
 
 
+def small_model(num_layers: int = 2) -> Qwen3Config:
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return Qwen3Config(**sizes, num_hidden_layers=num_layers, vocab_size=4096, head_dim=128)
+
+
 def requested_bytes() -> int:
     """Return what tensors take, without what the allocator rounds up."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -72,11 +78,9 @@ def test_the_memory_of_a_layer_is_what_the_gpu_holds(choice, monkeypatch):
         "_choose",
         lambda _, num_slots, num_layers: choice._replace(num_full=num_layers if choice.num_full else 0),
     )
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_key_value_heads": 4}
     held = []
     for num_layers in (2, 6):
-        config = Qwen3Config(**sizes, num_hidden_layers=num_layers, vocab_size=4096, head_dim=128)
-        backend = MegatronBackend(config, backend_args(recompute="auto", bf16=True), PEFT_CONFIG)
+        backend = MegatronBackend(small_model(num_layers), backend_args(recompute="auto", bf16=True), PEFT_CONFIG)
         (row,) = PrefixTreeCollator(packed_sequence_length=100_000)(conversation_examples("last")).rows
         backend._stacks.fill(wants_grad=True)
         backend.model.train()
@@ -90,3 +94,30 @@ def test_the_memory_of_a_layer_is_what_the_gpu_holds(choice, monkeypatch):
     memory = LayerMemory.of(backend.model[0].config)
     expected = memory.full if choice.num_full else memory.selective if choice.is_selective else memory.kept
     assert (held[1] - held[0]) / 4 / len(row.input_ids) == pytest.approx(expected, rel=0.1)
+
+
+def loss_and_gradients(**options) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return those of one update of a small model in bfloat16 whose adapter is not zero."""
+    backend = MegatronBackend(small_model(), backend_args(bf16=True, **options), PEFT_CONFIG)
+    backend.load_adapter(random_adapter(backend.adapter_state()))
+    alignment = Alignment.for_layout(fp8=options.get("fp8"))
+    collator = PrefixTreeCollator(packed_sequence_length=4_096, alignment=alignment)
+    result = backend.run_step(collator(conversation_examples("each")))
+    return result.loss, {key: parameter.grad.clone() for key, parameter in backend.parameters.items()}
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "delayed", "blockwise"])
+def test_fp8_follows_bfloat16(fp8):
+    pytest.importorskip("transformer_engine")
+    (loss, gradients), (loss_fp8, gradients_fp8) = loss_and_gradients(), loss_and_gradients(fp8=fp8)
+    assert loss_fp8 == pytest.approx(loss, rel=0.01)
+    assert loss_fp8 != loss
+    assert gradients.keys() == gradients_fp8.keys()
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients_fp8.values())
+
+
+def test_compiled_layers_follow_eager_ones():
+    (loss, gradients), (loss_compiled, compiled) = loss_and_gradients(), loss_and_gradients(torch_compile=True)
+    assert loss_compiled == pytest.approx(loss, rel=1e-3)
+    assert gradients.keys() == compiled.keys()
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in compiled.values())
