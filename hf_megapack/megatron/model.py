@@ -65,7 +65,7 @@ class TreeGPTModel(GPTModel):
 
     def _preprocess(self, *args, packed_seq_params: TreeParams, **kwargs):
         hidden_states, _, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if self.config.recompute_granularity is not None and hidden_states is not None and torch.is_grad_enabled():
+        if self.config.recompute_num_layers and hidden_states is not None and torch.is_grad_enabled():
             # A recomputed layer passes gradients only if its input asks for one; the frozen embedding does not.
             hidden_states = hidden_states.detach().requires_grad_()
         return hidden_states, rotation(packed_seq_params.local_positions, self.rotary_frequencies), *rest

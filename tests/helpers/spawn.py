@@ -6,6 +6,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -80,3 +81,25 @@ def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float
             if rank.is_alive():
                 rank.kill()
                 rank.join()
+
+
+class LayoutRuns(dict):
+    """What every rank of every layout saw; the ranks of a world size start when one of its layouts is asked for.
+
+    Args:
+        folder: Where `run_layouts` leaves "<layout>-<rank>.pt".
+        layouts: World size to the layouts that it runs.
+        run_layouts: Called on each rank with rank, world size and folder; importable.
+    """
+
+    def __init__(self, folder: Path, layouts: dict[int, dict[str, dict]], run_layouts: Callable):
+        super().__init__()
+        self._folder, self._layouts, self._run_layouts = folder, layouts, run_layouts
+
+    def __missing__(self, name: str) -> list[dict]:
+        world_size = next(size for size, layouts in self._layouts.items() if name in layouts)
+        run_ranks(self._run_layouts, world_size, world_size, self._folder)
+        for layout in self._layouts[world_size]:
+            files = [self._folder / f"{layout}-{rank}.pt" for rank in range(world_size)]
+            self[layout] = [torch.load(file, weights_only=False) for file in files]
+        return self[name]

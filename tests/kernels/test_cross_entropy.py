@@ -1,10 +1,9 @@
 """The linear cross-entropy on the CPU: the plain version here, the Triton kernels in an interpreter of their own."""
 
-import os
-import re
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ import torch
 from hf_megapack.kernels import cross_entropy as plain_module
 from hf_megapack.kernels.cross_entropy import HeadPart, linear_cross_entropy
 from tests.helpers.cross_entropy import KINDS, TO_NEAREST, case_of, check_terms, reference_terms, split_head
+from tests.helpers.interpreter import run_in_interpreter
 from tests.helpers.thread_ranks import run_on_threads
-
-INTERPRETED = Path(__file__).with_name("interpreted_cross_entropy.py")
 
 
 def run_plain(case, head):
@@ -44,17 +42,9 @@ def test_the_plain_version_split_over_ranks(kind, num_ranks, monkeypatch):
 
 
 def test_the_kernels_in_the_interpreter_equal_float64_on_whole_logits():
-    """A process of its own, since Triton reads TRITON_INTERPRET when it is first imported."""
-    if sys.platform != "linux":
-        pytest.skip("Triton has no wheels for this platform")
-    if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
+    if find_spec("triton") is not None and tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 fails on numpy 2.4: it makes a number of an array of one dimension")
-    command = [sys.executable, "-m", "pytest", str(INTERPRETED), "-q", "-p", "no:cacheprovider"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 75
-    assert "skipped" not in done.stdout
+    assert run_in_interpreter("interpreted_cross_entropy.py") >= 75
 
 
 def test_without_a_gpu_triton_need_not_be_installed():

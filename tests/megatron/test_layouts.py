@@ -23,7 +23,7 @@ from hf_megapack.megatron.host import compute_device
 from hf_megapack.megatron.shards import gather_full
 from tests.helpers.backend_args import backend_args
 from tests.helpers.reference_model import mape, random_adapter, save_model
-from tests.helpers.spawn import run_ranks
+from tests.helpers.spawn import LayoutRuns
 
 LOSS_BOUND = 1e-6
 GRADIENT_BOUND_PERCENT = 0.001
@@ -228,26 +228,10 @@ def alone(folder) -> dict:
     return visit(0, {}, folder, None)
 
 
-class _Runs(dict):
-    """What every rank of every layout saw; the ranks of a world size start when one of its layouts is asked for."""
-
-    def __init__(self, folder: Path):
-        super().__init__()
-        self._folder = folder
-
-    def __missing__(self, name: str) -> list[dict]:
-        world_size = next(size for size, layouts in LAYOUTS.items() if name in layouts)
-        run_ranks(run_layouts, world_size, world_size, self._folder)
-        for layout in LAYOUTS[world_size]:
-            files = [self._folder / f"{layout}-{rank}.pt" for rank in range(world_size)]
-            self[layout] = [torch.load(file, weights_only=False) for file in files]
-        return self[name]
-
-
 @pytest.fixture(scope="module")
-def seen(folder) -> _Runs:
+def seen(folder) -> LayoutRuns:
     """What every rank of every layout saw."""
-    return _Runs(folder)
+    return LayoutRuns(folder, LAYOUTS, run_layouts)
 
 
 @pytest.mark.parametrize("name", ALL)
