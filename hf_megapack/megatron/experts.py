@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hf_megapack.errors import ConfigError
 from hf_megapack.kernels.grouped import ALIGNMENT, TokenGroups
@@ -31,6 +32,11 @@ _FIRST, _SECOND = ("gate_proj", "up_proj", FUSED), ("down_proj",)
 class Experts(FactorHolder):
     """The experts of one layer that this rank holds: down(silu(gate(x)) * up(x) * weight of the token).
 
+    Args:
+        num_local_experts: Experts of this rank.
+        config: Megatron-Core's configuration.
+        **_unused: What Megatron-Core passes besides.
+
     Attributes:
         is_recomputed: Whether the backward pass makes inputs and activations again instead of keeping them.
 
@@ -40,7 +46,7 @@ class Experts(FactorHolder):
 
     is_recomputed = False
 
-    def __init__(self, num_local_experts: int, config, **_unused):
+    def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: object):
         super().__init__()
         hidden_size, inner_size = config.hidden_size, config.moe_ffn_hidden_size
         factory = {"device": compute_device(), "dtype": config.params_dtype}
