@@ -113,8 +113,11 @@ class Experts(FactorHolder):
                 continue
             grad_a, grad_b = (master.grad for master in masters)
             for leaf, columns in self._places(leaves):
-                self.lora_a[leaf].grad = grad_a[:, columns].clone()
-                self.lora_b[leaf].grad = grad_b[:, self._rows[leaf], columns] * self.specs[leaf].scaling
+                # A factor that somebody has frozen gets none, as from autograd.
+                if self.lora_a[leaf].requires_grad:
+                    self.lora_a[leaf].grad = grad_a[:, columns].clone()
+                if self.lora_b[leaf].requires_grad:
+                    self.lora_b[leaf].grad = grad_b[:, self._rows[leaf], columns] * self.specs[leaf].scaling
         self._masters, self._stacked = [None] * 4, [None] * 2
 
     @torch.compiler.disable
