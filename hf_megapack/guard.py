@@ -98,7 +98,9 @@ def check_adapters_learn(parameters: Mapping[str, torch.nn.Parameter], device: t
         if parameter.grad is None or (".lora_B." in key and not parameter.grad.any())
     ]
     experts = {
-        key for key, parameter in parameters.items() if parameter.dim() > _DIMS_OF_A_MATRIX and ".lora_B." in key
+        key
+        for key, parameter in parameters.items()
+        if parameter.dim() > _DIMS_OF_A_MATRIX and ".lora_B." in key and parameter.grad is not None
     }
     # Both questions are put to every rank: a stage of a pipeline may hold no expert.
     has_no_experts, no_expert_learns = all_agree(not experts, device), all_agree(experts <= set(idle), device)

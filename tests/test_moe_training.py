@@ -8,6 +8,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 
 from hf_megapack import MegaPackConfig, MegaPackTrainer
+from hf_megapack.errors import BackendError
 from tests.helpers.assets import load_tokenizer
 from tests.helpers.moe_reference import MOE_CONFIGS, save_moe_model
 from tests.helpers.spawn import run_ranks
@@ -78,6 +79,15 @@ def test_the_saved_folder_is_what_plain_peft_loads_and_what_training_continues_f
         processing_class=load_tokenizer(),
     )
     assert all(torch.equal(value, adapter_of(trainer)[key]) for key, value in adapter_of(continued).items())
+
+
+@pytest.mark.parametrize("factor", ["A", "B"])
+def test_frozen_experts_stop_the_first_update_with_their_name(base, tmp_path, factor):
+    trainer = build(tmp_path, base)
+    key = f"base_model.model.model.layers.2.mlp.experts.up_proj.lora_{factor}.weight"
+    trainer.backend.parameters[key].requires_grad_(False)
+    with pytest.raises(BackendError, match=rf"layers\.2\.mlp\.experts\.up_proj\.lora_{factor}"):
+        trainer.train()
 
 
 def train_with_split_experts(rank: int, base: Path, folder: Path, started: Path) -> None:

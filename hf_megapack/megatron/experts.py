@@ -17,7 +17,7 @@ from hf_megapack.kernels.grouped import ALIGNMENT, TokenGroups
 from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.expert_products import ExpertFactors, ExpertProducts, FrozenExperts
 from hf_megapack.megatron.host import compute_device
-from hf_megapack.megatron.lora import PEFT_PREFIX, FactorHolder
+from hf_megapack.megatron.lora import PEFT_PREFIX, FactorHolder, set_grad
 from hf_megapack.megatron.lora_products import origin_of
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.weights.adapter import LoraSpec, initial_lora_weights
@@ -113,11 +113,8 @@ class Experts(FactorHolder):
                 continue
             grad_a, grad_b = (master.grad for master in masters)
             for leaf, columns in self._places(leaves):
-                # A factor that somebody has frozen gets none, as from autograd.
-                if self.lora_a[leaf].requires_grad:
-                    self.lora_a[leaf].grad = grad_a[:, columns].clone()
-                if self.lora_b[leaf].requires_grad:
-                    self.lora_b[leaf].grad = grad_b[:, self._rows[leaf], columns] * self.specs[leaf].scaling
+                set_grad(self.lora_a[leaf], grad_a[:, columns].clone())
+                set_grad(self.lora_b[leaf], grad_b[:, self._rows[leaf], columns] * self.specs[leaf].scaling)
         self._masters, self._stacked = [None] * 4, [None] * 2
 
     @torch.compiler.disable

@@ -234,9 +234,14 @@ class FactorStacks:
             return
         scaled = torch._foreach_mul(b_grads, scalings)
         for (a, b), grad_a, grad_b in zip(factors, a_grads, scaled, strict=True):
-            # A factor that somebody has frozen gets none, as from autograd.
-            a.grad = grad_a if a.requires_grad else None
-            b.grad = grad_b.reshape_as(b) if b.requires_grad else None
+            set_grad(a, grad_a)
+            set_grad(b, grad_b.reshape_as(b))
+
+
+def set_grad(factor: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    """Set a factor's gradient, unless the factor was frozen: an optimizer would step it."""
+    if factor.requires_grad:
+        factor.grad = grad
 
 
 def _leaf(name: str) -> str:

@@ -202,6 +202,8 @@ def _sum_over(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) ->
         return
     bucket, size = [], 0
     for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if bucket and size + parameter.numel() > BUCKET_ELEMENTS:
