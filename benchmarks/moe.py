@@ -1,7 +1,8 @@
 """A mixture of experts on one GPU or several: tokens per second, utilisation, and what share of the time routing takes.
 
     python benchmarks/moe.py
-    python benchmarks/moe.py --layers 8 --settings recompute=full
+    python benchmarks/moe.py --layers 8 --rows 1 --settings recompute=full
+    python benchmarks/moe.py --profiled 0
     torchrun --nproc-per-node 2 benchmarks/moe.py --settings expert_parallel_size=2
     python benchmarks/moe.py --device cpu
 
@@ -10,7 +11,8 @@ are trained; rank-16 adapters sit on all linear layers and on every expert. An u
 slots for each data-parallel rank: a prefix of 4,096 tokens, of which nothing is learned, and twelve continuations of
 1,024, of which the second half is. The tokens are random; a random router spreads them fairly evenly.
 
-Updates are timed as they are, then some are profiled. The share of a group is of the GPU's busy time; groups are told
+Updates are timed as they are and the rates printed, then some are profiled; a profile of 48 layers takes minutes to
+read. The share of a group is of the GPU's busy time; groups are told
 apart by what launched a kernel, routing in the backward pass by the number of experts in its operands' shapes.
 
 Model FLOP utilisation = (4 s W + 4 l V D + 14 L H d p) / (seconds x 989e12 x GPUs), for s slots that are no padding, l
@@ -25,6 +27,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +72,20 @@ SHAPES = {
 PREFIX, CONTINUATIONS, TAIL = 4096, 12, 1024
 GROUPS = ("router", "dispatch", "experts", "attention", "other")
 _DISPATCH = ("megapack::dispatch", "_TakeRows", "_SumRows", "_AllToAll", "AllToAll")
+
+
+class TimeThenReport(TimeThenProfile):
+    """Calls `report` with itself as soon as the timed updates are done, whatever becomes of the profile."""
+
+    def __init__(self, *args: object, report: Callable[["TimeThenReport"], None]):
+        super().__init__(*args)
+        self._report = report
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        """Take a lap, report, or tell the profiler."""
+        super().on_step_end(args, state, control, **kwargs)
+        if state.global_step == WARM_UP + self._num_timed:
+            self._report(self)
 
 
 def model_config(device: str, num_layers: int | None) -> Qwen3MoeConfig:
@@ -194,7 +211,8 @@ def print_rates(counts: list[Counts], callback: TimeThenProfile, config: Qwen3Mo
     nominal = f"{rate / (workload.NOMINAL_TFLOPS * 1e12):.1%} of nominal" if torch.cuda.is_available() else "no nominal"
     print(
         f"model: {rate / 1e12:.2f} TFLOP/s per GPU, {nominal}, {rate / measured:.1%} of the {measured / 1e12:.1f} "
-        "TFLOP/s that one large product reaches"
+        "TFLOP/s that one large product reaches",
+        flush=True,
     )
 
 
@@ -205,7 +223,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--rows", type=int, default=4, help="rows per update and data-parallel rank")
     parser.add_argument("--updates", type=int, default=5, help=f"timed updates, after {WARM_UP}")
-    parser.add_argument("--profiled", type=int, default=1, help="profiled updates")
+    parser.add_argument("--profiled", type=int, default=1, help="profiled updates, 0 for no profile")
     parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="for MegaPackConfig")
     parser.add_argument("--trace", type=Path, help="keep rank 0's profile in this file")
     return parser.parse_args()
@@ -224,11 +242,22 @@ def main() -> None:
     config, settings = model_config(options.device, options.layers), workload.parse_settings(options.settings)
     sizes = [int(settings.get(f"{axis}_parallel_size", 1)) for axis in ("tensor", "pipeline", "context")]
     num_replicas = int(os.environ.get("WORLD_SIZE", "1")) // int(np.prod(sizes))
-    steps = WARM_UP + options.updates + 1 + options.profiled
+    steps = WARM_UP + options.updates + (1 + options.profiled if options.profiled else 0)
     began = time.perf_counter()
+
+    def report(callback: TimeThenReport) -> None:
+        if rank != 0:
+            return
+        factors = sum(parameter.numel() for parameter in trainer.backend.parameters.values())
+        print(workload.describe_machine())
+        print(
+            f"{config.num_hidden_layers} layers, {active_weights(config) / 1e9:.2f} billion active weights, "
+            f"{factors / 1e6:.0f} million adapter parameters on this rank, built in {built:.0f} s"
+        )
+        print_rates(trainer.counts[WARM_UP : WARM_UP + options.updates], callback, config)
+
     with tempfile.TemporaryDirectory() as folder:
         path = options.trace if options.trace and rank == 0 else Path(folder) / f"trace-{rank}.json"
-        callback = TimeThenProfile(options.updates, options.profiled, path)
         arguments = {
             **workload.common_arguments(folder),
             "per_device_train_batch_size": options.rows * CONTINUATIONS,
@@ -244,23 +273,15 @@ def main() -> None:
             train_dataset=make_examples(options.rows * num_replicas, config.vocab_size, scale),
             processing_class=workload.no_tokenizer(),
             peft_config=workload.lora_config(),
-            callbacks=[callback],
+            callbacks=[TimeThenReport(options.updates, max(options.profiled, 1), path, report=report)],
         )
         built = time.perf_counter() - began
         name_in_profile(trainer.backend.model)
         trainer.train()
-        trace = read_trace(path)
-    if rank != 0:
-        return
-    print(workload.describe_machine())
-    factors = sum(parameter.numel() for parameter in trainer.backend.parameters.values())
-    print(
-        f"{config.num_hidden_layers} layers, {active_weights(config) / 1e9:.2f} billion active weights, "
-        f"{factors / 1e6:.0f} million adapter parameters on this rank, built in {built:.0f} s"
-    )
-    print_parts(trace, config)
-    print_host(trace)
-    print_rates(trainer.counts[WARM_UP : WARM_UP + options.updates], callback, config)
+        if rank == 0 and options.profiled:
+            trace = read_trace(path)
+            print_parts(trace, config)
+            print_host(trace)
 
 
 if __name__ == "__main__":
