@@ -31,5 +31,5 @@ GLM4_MOE = MoeFamily(
     wants_qk_norm=lambda config: config.use_qk_norm,
     settings=_settings,
     shared_name="shared_experts",
-    num_extra_layers=lambda config: config.num_nextn_predict_layers or 0,
+    num_extra_layers=lambda config: getattr(config, "num_nextn_predict_layers", 0) or 0,
 )
