@@ -31,13 +31,11 @@ _FIRST, _SECOND = ("gate_proj", "up_proj", FUSED), ("down_proj",)
 class Experts(FactorHolder):
     """The experts of one layer that this rank holds: down(silu(gate(x)) * up(x) * weight of the token).
 
-    Attributes:
-        is_recomputed: Whether the backward pass makes inputs and activations again instead of keeping them.
-
     Source:
         Constructor and call as `megatron.core.transformer.moe.experts.SequentialMLP`, 0.16.1 and 0.19.2.
     """
 
+    # Whether the backward pass makes inputs and activations again instead of keeping them.
     is_recomputed = False
 
     def __init__(self, num_local_experts: int, config, **_unused):

@@ -26,11 +26,9 @@ class FrozenRMSNorm(torch.nn.RMSNorm):
 
     With sequence parallelism each rank normalises its own slots, which is exact; only a trainable weight would need its
     gradient summed, so Megatron-Core's own wrapper refuses.
-
-    Attributes:
-        is_recomputed: Whether the backward pass of what reads the result makes it again instead of keeping it.
     """
 
+    # Whether the backward pass of what reads the result makes it again instead of keeping it.
     is_recomputed = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
@@ -109,9 +107,9 @@ def layer_spec(family: DenseFamily, *, fp8: bool, experts: ExpertSettings | None
 
     Args:
         family: The model's family.
-        experts: The experts of the layer, None for a dense one.
         fp8: Whether linears are Transformer Engine's, which have FP8 products. Otherwise they are Megatron-Core's own:
             with frozen weights both compute the same two products, and `LoraLinear` joins its own to the latter.
+        experts: The experts of the layer, None for a dense one.
     """
     num_experts = None if experts is None else experts.num_experts
     spec = get_gpt_layer_local_spec(num_experts, qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
