@@ -20,7 +20,7 @@ from tests.megatron.test_layouts import examples, make_optimizer, one_step, trai
 
 LOSS_BOUND = 1e-6
 GRADIENT_BOUND_PERCENT = 0.01
-NUM_STEPS, HANDED_OVER = 8, 5
+NUM_STEPS, HANDED_OVER = 5, 3
 SEQUENCE = {"tensor_parallel_size": 2, "sequence_parallel": True}
 PIPELINE, CONTEXT = {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
 EXPERTS = {"expert_parallel_size": 2}
