@@ -291,6 +291,12 @@ def bucket(num_slots: int) -> int:
 
     Sixteen steps to each power of two, at least a block apart: 3 % more slots on average, for attention alone.
 
+    Args:
+        num_slots: Slots of the row.
+
+    Returns:
+        A multiple of FLEX_BLOCK, `num_slots` or more.
+
     Example:
         >>> [bucket(n) for n in (1, 128, 129, 4000, 4097, 16384, 16385)]
         [128, 128, 256, 4096, 4352, 16384, 17408]

@@ -92,7 +92,7 @@ class MegatronBackend:
         attach_expert_lora(self.model, rules, specs)
         initialize_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
         initialize_expert_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
-        self._stacks = FactorStacks(self.model)
+        self._stacks: FactorStacks | None = None
         if args.torch_compile:
             compile_layers(self.model)
         self._all_keys = frozenset([*factor_keys(rules, specs), *expert_factor_keys(rules, specs)])
@@ -164,8 +164,14 @@ class MegatronBackend:
         return self._run(batch, wants_grad=False)
 
     def _run(self, batch: PackedBatch, *, wants_grad: bool) -> StepResult:
-        self._stacks.fill(wants_grad=wants_grad)
+        self._fill_stacks(wants_grad=wants_grad)
         return run_batch(self.model, batch, self.layout, self._recompute if wants_grad else None)
+
+    def _fill_stacks(self, *, wants_grad: bool) -> None:
+        if self._stacks is None:
+            # Only now, because the model may have been cast since it was built.
+            self._stacks = FactorStacks(self.model)
+        self._stacks.fill(wants_grad=wants_grad)
 
     def logits(self, row: PackedRow) -> torch.Tensor:
         """Return the logits of every slot of a row, to look at or compare. A collective of the tensor-parallel ranks.
@@ -183,7 +189,7 @@ class MegatronBackend:
         if layout.pipeline_size * layout.context_size > 1:
             raise BackendError("logits needs pipeline_parallel_size=1 and context_parallel_size=1.")
         self.model.eval()
-        self._stacks.fill(wants_grad=False)
+        self._fill_stacks(wants_grad=False)
         with host_device(), torch.no_grad():
             inputs = microbatch(row, layout, num_loss_tokens=1, is_dummy=False, wants_logits=True)
             local = forward_row(self.model[0], *inputs)

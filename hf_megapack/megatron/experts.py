@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hf_megapack.errors import ConfigError
 from hf_megapack.kernels.grouped import ALIGNMENT, TokenGroups
@@ -32,21 +31,14 @@ _FIRST, _SECOND = ("gate_proj", "up_proj", FUSED), ("down_proj",)
 class Experts(FactorHolder):
     """The experts of one layer that this rank holds: down(silu(gate(x)) * up(x) * weight of the token).
 
-    Args:
-        num_local_experts: Experts of this rank.
-        config: Megatron-Core's configuration.
-        **_unused: What Megatron-Core passes besides.
-
-    Attributes:
-        is_recomputed: Whether the backward pass makes inputs and activations again instead of keeping them.
-
     Source:
         Constructor and call as `megatron.core.transformer.moe.experts.SequentialMLP`, 0.16.1 and 0.19.2.
     """
 
+    # Whether the backward pass makes inputs and activations again instead of keeping them.
     is_recomputed = False
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: object):
+    def __init__(self, num_local_experts: int, config, **_unused):
         super().__init__()
         hidden_size, inner_size = config.hidden_size, config.moe_ffn_hidden_size
         factory = {"device": compute_device(), "dtype": config.params_dtype}

@@ -26,20 +26,12 @@ class FrozenRMSNorm(torch.nn.RMSNorm):
 
     With sequence parallelism each rank normalises its own slots, which is exact; only a trainable weight would need its
     gradient summed, so Megatron-Core's own wrapper refuses.
-
-    Args:
-        config: Megatron-Core's configuration.
-        hidden_size: Size of the last dimension.
-        eps: Added to the mean square.
-        **_unused: What Megatron-Core passes besides.
-
-    Attributes:
-        is_recomputed: Whether the backward pass of what reads the result makes it again instead of keeping it.
     """
 
+    # Whether the backward pass of what reads the result makes it again instead of keeping it.
     is_recomputed = False
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
         super().__init__(hidden_size, eps=eps)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -100,14 +100,8 @@ class LoraLinear(torch.nn.Module):
             factory = {"device": base.weight.device, "dtype": torch.float32}
             self.lora_a[leaf] = torch.nn.Parameter(torch.empty(rank, in_features, **factory))
             self.lora_b[leaf] = torch.nn.Parameter(torch.empty(projection.out_features, rank, **factory))
-        ranks = sum(projection.spec.rank for projection in self.adapted)
-        factory = {"device": base.weight.device, "dtype": torch.float32}
-        # No parameters: their gradients go to the factors.
-        self.masters = (
-            torch.zeros(ranks, in_features, **factory).requires_grad_(),
-            torch.zeros(base.weight.shape[0], ranks, **factory).requires_grad_(),
-        )
-        self.stacked = StackedFactors(*(master.detach().to(base.weight.dtype) for master in self.masters))
+        self.masters: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.stacked: StackedFactors | None = None
 
     @property
     def adapted(self) -> list[Projection]:
@@ -118,6 +112,17 @@ class LoraLinear(torch.nn.Module):
     def weight(self) -> torch.Tensor:
         """The frozen weight, which some Megatron-Core code reads from its linears."""
         return self.base.weight
+
+    def make_copies(self) -> None:
+        """Make the tensors that hold the stacked factors, in the types that factors and weight have now."""
+        a, b = next(iter(self.lora_a.values())), next(iter(self.lora_b.values()))
+        ranks = sum(projection.spec.rank for projection in self.adapted)
+        # No parameters: their gradients go to the factors.
+        self.masters = (
+            a.new_zeros(ranks, a.shape[1], requires_grad=True),
+            b.new_zeros(self.base.weight.shape[0], ranks, requires_grad=True),
+        )
+        self.stacked = StackedFactors(*(master.detach().to(self.base.weight.dtype) for master in self.masters))
 
     def places(self, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Iterator[tuple[Projection, torch.Tensor, torch.Tensor]]:
         """Yield each adapted projection with its parts of stacked tensors.
@@ -180,6 +185,7 @@ class FactorStacks:
         self._a, self._b, self._scalings = [], [], []
         self._a_views, self._b_views = [], []
         for linear in self._linears:
+            linear.make_copies()
             for projection, a, b in linear.places(*(master.detach() for master in linear.masters)):
                 leaf = _leaf(projection.name)
                 self._a.append(linear.lora_a[leaf])

@@ -82,7 +82,7 @@ def test_the_memory_of_a_layer_is_what_the_gpu_holds(choice, monkeypatch):
     for num_layers in (2, 6):
         backend = MegatronBackend(small_model(num_layers), backend_args(recompute="auto", bf16=True), PEFT_CONFIG)
         (row,) = PrefixTreeCollator(packed_sequence_length=100_000)(conversation_examples("last")).rows
-        backend._stacks.fill(wants_grad=True)
+        backend._fill_stacks(wants_grad=True)
         backend.model.train()
         inputs = microbatch(row, backend.layout, num_loss_tokens=1, is_dummy=False)
         backend._recompute.apply(backend.model[0], inputs[0].numel())
