@@ -33,10 +33,6 @@ _MINIMUM = {
     "context_parallel_size": 1,
     "expert_parallel_size": 1,
 }
-# What is built so far, where the field's type allows more.
-_SUPPORTED = {
-    "attention": ("auto", "tree"),
-}
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -139,7 +135,10 @@ class MegaPackConfig(TrainingArguments):
         "without biases; 'mxfp8' needs Blackwell. None computes them in bf16.",
     )
     attention: Literal["auto", "tree", "thd"] = _option(
-        "auto", "Attention over packed rows. Only 'tree', which 'auto' takes, is supported."
+        "auto",
+        "Attention over packed rows: 'tree' serves all of them; 'thd', Transformer Engine's kernels for sequences of "
+        "different lengths, those of packing strategies that share nothing, and needs a GPU and bf16. 'auto' takes "
+        "'thd' only where it can and was measured to be faster.",
     )
     recompute: Literal["auto", "full", "selective", "off"] = _option(
         "auto",
@@ -203,7 +202,7 @@ class MegaPackConfig(TrainingArguments):
                 )
 
     def _check_own_fields(self) -> None:
-        """Check the fields that this class declares against their types, and what is supported so far."""
+        """Check the fields that this class declares against their types and minima."""
         for own in dataclasses.fields(self):
             if own.name not in MegaPackConfig.__annotations__:
                 continue
@@ -212,10 +211,6 @@ class MegaPackConfig(TrainingArguments):
             if choices and value is not None and value not in choices:
                 allowed = ", ".join(map(repr, choices))
                 raise ConfigError(f"{own.name}={value!r} is not allowed; it must be one of {allowed}.")
-        for name, supported in _SUPPORTED.items():
-            if getattr(self, name) not in supported:
-                allowed = " or ".join(map(repr, supported))
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not supported yet; it must be {allowed}.")
         for name, minimum in _MINIMUM.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
@@ -247,6 +242,11 @@ class MegaPackConfig(TrainingArguments):
             raise ConfigError(
                 "sequence_parallel=True splits activations over the tensor-parallel ranks, but tensor_parallel_size=1. "
                 "Raise tensor_parallel_size, or leave sequence_parallel out."
+            )
+        if self.attention == "thd" and self.packing_strategy == "prefix_tree":
+            raise ConfigError(
+                "attention='thd' attends within each example by itself, but packing_strategy='prefix_tree' lets "
+                "examples share prefixes. Use packing_strategy='ffd', 'mffd' or 'balanced', or attention='tree'."
             )
         if self.virtual_pipeline_parallel_size > 1 and self.pipeline_parallel_size == 1:
             raise ConfigError(

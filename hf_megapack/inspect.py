@@ -273,7 +273,7 @@ def _build_loader(data: str, options: InspectOptions, packing: dict[str, Any]) -
     prepared = prepare_on_rank_zero(dataset, tokenizer, args)
     return build_loader(
         prepared,
-        build_collator(tokenizer, args, options.data_parallel_size),
+        build_collator(tokenizer, args, options.data_parallel_size, "tree"),
         args,
         update_size=options.examples_per_update,
         is_training=True,

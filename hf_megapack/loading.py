@@ -7,7 +7,7 @@ so that loops, totals and progress agree, and gets its batches from rank 0.
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -91,23 +91,26 @@ def prepare_on_rank_zero(
     return from_rank_zero(prepare, encode=encode, decode=decode, device=args.device, is_slow=True)
 
 
-def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_size: int) -> PrefixTreeCollator:
+def build_collator(
+    processing_class: Any, args: MegaPackConfig, data_parallel_size: int, attention: Literal["tree", "thd"]
+) -> PrefixTreeCollator:
     """Return the collator that the arguments describe.
 
     Args:
         processing_class: The tokenizer.
         args: The packing options and the parallel sizes.
         data_parallel_size: Ranks that run different rows.
+        attention: Over the rows, which decides how ranks can share one.
 
     Raises:
-        ConfigError: If an option does not fit another, or a row multiple the layout.
+        ConfigError: If an option does not fit another, or a multiple the layout.
     """
     return PrefixTreeCollator(
         packed_sequence_length=args.packed_sequence_length,
         packing_strategy=args.packing_strategy,
         min_shared_tokens=args.min_shared_tokens,
         share_supervised=args.share_supervised,
-        alignment=layout_alignment(args),
+        alignment=layout_alignment(args, attention),
         data_parallel_size=data_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         virtual_pipeline_parallel_size=args.virtual_pipeline_parallel_size,
@@ -115,11 +118,12 @@ def build_collator(processing_class: Any, args: MegaPackConfig, data_parallel_si
     )
 
 
-def layout_alignment(args: MegaPackConfig) -> Alignment:
+def layout_alignment(args: MegaPackConfig, attention: Literal["tree", "thd"] = "tree") -> Alignment:
     """Return the two multiples of a row: those given, which must suit the layout, else those that the layout needs.
 
     Args:
         args: The parallel sizes and the two multiples.
+        attention: Over the rows.
 
     Raises:
         ConfigError: If a given multiple does not suit the layout.
@@ -128,15 +132,20 @@ def layout_alignment(args: MegaPackConfig) -> Alignment:
         tensor_parallel_size=args.tensor_parallel_size if args.sequence_parallel else 1,
         context_parallel_size=args.context_parallel_size,
         fp8=args.fp8,
+        attention=attention,
     )
-    given = args.packed_length_multiple or needed.packed_multiple
-    if given % needed.packed_multiple:
-        raise ConfigError(
-            f"packed_length_multiple={given} does not suit the layout, which needs a multiple of "
-            f"{needed.packed_multiple}. Leave it out to take that."
-        )
-    sequence_multiple = args.sequence_length_multiple or needed.sequence_multiple
-    return Alignment(sequence_multiple=sequence_multiple, packed_multiple=given)
+    multiples = {
+        "sequence_length_multiple": (args.sequence_length_multiple, needed.sequence_multiple),
+        "packed_length_multiple": (args.packed_length_multiple, needed.packed_multiple),
+    }
+    for name, (given, least) in multiples.items():
+        if given is not None and given % least:
+            raise ConfigError(
+                f"{name}={given} does not suit the layout, which needs a multiple of {least}. Leave it out to take "
+                "that."
+            )
+    sequence_multiple, packed_multiple = (given or least for given, least in multiples.values())
+    return Alignment(sequence_multiple=sequence_multiple, packed_multiple=packed_multiple)
 
 
 def build_loader(

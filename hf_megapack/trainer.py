@@ -90,6 +90,8 @@ class MegaPackTrainer(Trainer):
         formatting_func: None = None,
         **other: Any,
     ):
+        from hf_megapack.megatron.choice import resolve_attention
+
         checks.refuse_arguments(
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
@@ -102,7 +104,9 @@ class MegaPackTrainer(Trainer):
         checks.check_collator_and_optimizer(data_collator, optimizer_cls_and_kwargs)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
-        build_collator(processing_class, args, data_parallel_size=1)  # options that do not fit raise before any work
+        self._attention = resolve_attention(base_model, args)
+        collator = partial(build_collator, processing_class, args, attention=self._attention)
+        collator(data_parallel_size=1)  # options that do not fit raise before any work
         self._limit, self._lengths = checks.find_longest_example(base_model, args), LengthTally()
         prepare = partial(prepare_on_rank_zero, processing_class=processing_class, args=args, limit=self._limit)
         train_dataset = prepare(train_dataset, is_training=True, tally=self._lengths)
@@ -114,14 +118,12 @@ class MegaPackTrainer(Trainer):
             self.backend.load_adapter(adapter)
         if optimizers[0] is not None:
             check_optimizer_parameters(optimizers[0], self.backend.parameters)
-        self._accumulation: int | None = None
-        self._meter = UpdateMeter()
-        self._sharing_told = self._adapters_checked = False
+        self._accumulation, self._meter, self._sharing_told, self._adapters_checked = None, UpdateMeter(), False, False
         super().__init__(
             # Inside a plain container: the HF Trainer would take Megatron's own `config` for one of transformers.
             torch.nn.ModuleList([self.backend.model]),
             args,
-            data_collator or build_collator(processing_class, args, self.backend.data_parallel_size),
+            data_collator or collator(self.backend.data_parallel_size),
             train_dataset,
             eval_dataset,
             processing_class,
@@ -133,7 +135,7 @@ class MegaPackTrainer(Trainer):
     def _build_backend(self, model: str | PretrainedConfig, args: MegaPackConfig) -> Any:
         from hf_megapack.megatron.backend import MegatronBackend
 
-        return MegatronBackend(model, args, self.peft_config)
+        return MegatronBackend(model, args, self.peft_config, self._attention)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Leave the model where the backend put it."""
@@ -151,8 +153,7 @@ class MegaPackTrainer(Trainer):
             raise ConfigError("Hyperparameter search is not supported; build one trainer per trial.")
         if self.args.should_save:
             sweep_staging(Path(self.args.output_dir))
-        self._meter = UpdateMeter()
-        self._sharing_told = self._adapters_checked = False
+        self._meter, self._sharing_told, self._adapters_checked = UpdateMeter(), False, False
         try:
             return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
         finally:

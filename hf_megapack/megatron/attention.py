@@ -1,5 +1,7 @@
 """Core attention over a row of prefix trees: slot i sees slot j exactly when j <= i < subtree_end[j].
 
+A row that shares nothing may come with its sequences; `sequences.py` then attends on the GPU.
+
 Each slot therefore sees its ancestors and itself, never a sibling branch, another root or padding. The row's tree
 travels with the microbatch in `TreeParams`, never as module state: recompute and interleaved pipelines would read
 another microbatch's. Where ranks share a row, queries are those of the rank's own slots, keys those of the whole row.
@@ -18,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_megapack.megatron.context import ContextShare, gather_keys_and_values
+from hf_megapack.megatron.sequences import Sequences, fused_sequence_attention
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
 
 # Long enough that a block is a good matrix product, short enough that few keys are read for nothing.
@@ -42,6 +45,7 @@ class TreeParams(PackedSeqParams):
         loss_scale: One over the loss-bearing tokens of the whole update.
         wants_logits: Return the logits of all slots instead of the loss.
         share: What this rank holds of the row, None for all of it.
+        sequences: To attend within each of them, where the row shares nothing; None to attend as a tree.
         cache: Block plans, made once for a row and shared by its layers.
     """
 
@@ -53,6 +57,7 @@ class TreeParams(PackedSeqParams):
     loss_scale: float = 0.0
     wants_logits: bool = False
     share: ContextShare | None = None
+    sequences: Sequences | None = None
     cache: dict = field(default_factory=dict)
 
     @property
@@ -372,7 +377,14 @@ class TreeAttention(torch.nn.Module):
         Returns:
             Shape (L, H * D).
         """
+        options = {"scale": self.scale, "window": self.window}
+        if params.sequences is not None and query_LHD.is_cuda:
+            return fused_sequence_attention(query_LHD, key_LGD, value_LGD, params.sequences, **options).flatten(1)
         if params.share is not None:
             key_LGD, value_LGD = gather_keys_and_values(key_LGD, value_LGD, params.share)
-        attend = flex_tree_attention if query_LHD.is_cuda else host_tree_attention
-        return attend(query_LHD, key_LGD, value_LGD, params, scale=self.scale, window=self.window).flatten(1)
+        if query_LHD.is_cuda:
+            attend = flex_tree_attention
+        else:
+            # Chunks of sequences are not the blocks that the faster one needs.
+            attend = host_tree_attention if params.sequences is None else dense_tree_attention
+        return attend(query_LHD, key_LGD, value_LGD, params, **options).flatten(1)

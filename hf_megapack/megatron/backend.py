@@ -5,7 +5,7 @@ frozen for the backend's whole life.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,8 @@ class MegatronBackend:
         model: Hub id or local folder of a base model, or a transformers configuration for random weights.
         args: The training arguments.
         peft_config: The adapter to train.
+        attention: Over rows, from `choice.resolve_attention`. "thd" takes rows that share nothing and, where ranks
+            share them, sequences aligned for it; on a CPU its plain twin runs.
 
     Attributes:
         model: The module that holds everything, for code that wants a `torch.nn.Module`.
@@ -60,7 +62,14 @@ class MegatronBackend:
         BackendError: If the checkpoint does not fit its configuration.
     """
 
-    def __init__(self, model: str | PretrainedConfig, args: "MegaPackConfig", peft_config: LoraConfig):
+    def __init__(
+        self,
+        model: str | PretrainedConfig,
+        args: "MegaPackConfig",
+        peft_config: LoraConfig,
+        attention: Literal["tree", "thd"] = "tree",
+    ):
+        self._attention = attention
         self.base_model_name = None if isinstance(model, PretrainedConfig) else str(model)
         self.hf_config = model if self.base_model_name is None else AutoConfig.from_pretrained(self.base_model_name)
         self._family = family = family_of(self.hf_config)
@@ -150,7 +159,8 @@ class MegatronBackend:
             Gradients of an earlier step are dropped.
 
         Raises:
-            DataError: If the update is scheduled for another number of ranks or learns nothing.
+            DataError: If the update is scheduled for another number of ranks, learns nothing, or has rows that the
+                attention or the ranks cannot take.
         """
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -165,7 +175,8 @@ class MegatronBackend:
 
     def _run(self, batch: PackedBatch, *, wants_grad: bool) -> StepResult:
         self._fill_stacks(wants_grad=wants_grad)
-        return run_batch(self.model, batch, self.layout, self._recompute if wants_grad else None)
+        recompute = self._recompute if wants_grad else None
+        return run_batch(self.model, batch, self.layout, recompute, attention=self._attention)
 
     def _fill_stacks(self, *, wants_grad: bool) -> None:
         if self._stacks is None:
@@ -191,7 +202,9 @@ class MegatronBackend:
         self.model.eval()
         self._fill_stacks(wants_grad=False)
         with host_device(), torch.no_grad():
-            inputs = microbatch(row, layout, num_loss_tokens=1, is_dummy=False, wants_logits=True)
+            inputs = microbatch(
+                row, layout, num_loss_tokens=1, is_dummy=False, wants_logits=True, attention=self._attention
+            )
             local = forward_row(self.model[0], *inputs)
             parts = [torch.empty_like(local) for _ in range(layout.tensor_size)]
             dist.all_gather(parts, local.contiguous(), group=layout.tensor_group)

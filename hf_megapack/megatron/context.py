@@ -1,7 +1,8 @@
-"""Context parallelism over a tree row: each rank computes its own slots and sees the keys and values of all.
+"""Context parallelism over a row: each rank computes its own slots and sees the keys and values of all.
 
-Keys and values are gathered over the ranks that share the row and put in the row's order, so that masks use slot
-numbers of the whole row; their gradients go back the same way and are summed.
+For tree attention keys and values are gathered over the ranks that share the row and put in the row's order, so that
+masks use slot numbers of the whole row; their gradients go back the same way and are summed. Attention over sequences
+passes them from rank to rank itself.
 
 Shapes: T slots of the row, L slots of this rank, G key and value heads, D head size.
 """
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from hf_megapack.megatron.host import compute_device
 from hf_megapack.megatron.parallel import ParallelLayout
-from hf_megapack.packing.context import split_row
+from hf_megapack.packing.context import split_row, split_sequences
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -34,22 +35,28 @@ class ContextShare:
     group: dist.ProcessGroup
 
 
-def share_row(subtree_end: np.ndarray, layout: ParallelLayout) -> tuple[np.ndarray, ContextShare | None]:
+def share_row(
+    subtree_end: np.ndarray, layout: ParallelLayout, cu_seqlens: np.ndarray | None = None
+) -> tuple[np.ndarray, ContextShare | None]:
     """Return this rank's slots of a row, on the host and on the device.
 
     Args:
         subtree_end: First slot after the subtree that begins at each slot. Integer, shape (T,).
         layout: Where this rank stands.
+        cu_seqlens: Boundaries of the row's sequences, to cut each of them; None deals blocks of the whole row.
 
     Returns:
         int64, shape (L,), and the share, None where rows are not shared.
 
     Raises:
-        DataError: If the row cannot be cut into equal blocks.
+        DataError: If the row, or one of its sequences, cannot be cut into equal parts.
     """
     if layout.context_size == 1:
         return np.arange(subtree_end.size), None
-    slots = split_row(subtree_end, layout.context_size).slots
+    if cu_seqlens is None:
+        slots = split_row(subtree_end, layout.context_size).slots
+    else:
+        slots = split_sequences(cu_seqlens, layout.context_size).slots
     everyone, mine = torch.from_numpy(slots.ravel()), torch.from_numpy(slots[layout.context_rank])
     share = ContextShare(
         slots=mine.to(compute_device()),

@@ -6,6 +6,7 @@ it at once and gradients are plain sums: over rows here, over the ranks that hol
 
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,8 +23,9 @@ from hf_megapack.megatron.loss import LossTerms
 from hf_megapack.megatron.model import TreeGPTModel
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.megatron.recompute import RecomputePolicy
+from hf_megapack.megatron.sequences import Sequences
 from hf_megapack.megatron.shards import Split
-from hf_megapack.packing import RankLayout
+from hf_megapack.packing import RankLayout, sequence_boundaries
 
 # Gradients that are summed at once, in elements: 256 MiB, or a single factor that is larger.
 BUCKET_ELEMENTS = 2**26
@@ -34,7 +36,13 @@ def _on_device(array: np.ndarray) -> torch.Tensor:
 
 
 def microbatch(
-    row: PackedRow, layout: ParallelLayout, *, num_loss_tokens: int, is_dummy: bool, wants_logits: bool = False
+    row: PackedRow,
+    layout: ParallelLayout,
+    *,
+    num_loss_tokens: int,
+    is_dummy: bool,
+    wants_logits: bool = False,
+    attention: Literal["tree", "thd"] = "tree",
 ) -> tuple[torch.Tensor, TreeParams]:
     """Move a row to the device.
 
@@ -44,14 +52,17 @@ def microbatch(
         num_loss_tokens: Loss-bearing tokens of the whole update.
         is_dummy: Whether the row counts for nothing.
         wants_logits: Whether logits are asked for instead of the loss.
+        attention: "thd" attends within each sequence of the row, "tree" along its tree.
 
     Returns:
         The tokens of this rank's slots, int64, and the parameters that travel with the microbatch.
 
     Raises:
-        DataError: If the ranks that share rows, or their slots, cannot share this one.
+        DataError: If the ranks that share rows, or their slots, cannot share this one, or if sequences of the row share
+            a prefix and each is to be attended by itself.
     """
-    slots, share = share_row(row.subtree_end, layout)
+    cu_seqlens = sequence_boundaries(row.subtree_end) if attention == "thd" else None
+    slots, share = share_row(row.subtree_end, layout, cu_seqlens)
     if layout.sequence_parallel and slots.size % layout.tensor_size:
         raise DataError(
             f"A row of {row.input_ids.size} slots cannot be split over {layout.tensor_size} tensor-parallel ranks; "
@@ -75,15 +86,23 @@ def microbatch(
         loss_scale=1.0 / num_loss_tokens,
         wants_logits=wants_logits,
         share=share,
+        sequences=None if cu_seqlens is None else Sequences.of(cu_seqlens, share),
     )
     return _on_device(row.input_ids[slots]), params
 
 
-def _microbatches(batch: PackedBatch, layout: ParallelLayout) -> Iterator[tuple[torch.Tensor, TreeParams]]:
+def _microbatches(
+    batch: PackedBatch, layout: ParallelLayout, attention: Literal["tree", "thd"]
+) -> Iterator[tuple[torch.Tensor, TreeParams]]:
     schedule = batch.schedule
     for index, is_dummy in zip(schedule.row_index[layout.data_rank], schedule.is_dummy[layout.data_rank], strict=True):
-        row = batch.rows[index]
-        yield microbatch(row, layout, num_loss_tokens=batch.num_loss_tokens, is_dummy=bool(is_dummy))
+        yield microbatch(
+            batch.rows[index],
+            layout,
+            num_loss_tokens=batch.num_loss_tokens,
+            is_dummy=bool(is_dummy),
+            attention=attention,
+        )
 
 
 def forward_row(model: TreeGPTModel, input_ids: torch.Tensor, params: TreeParams) -> LossTerms | torch.Tensor:
@@ -119,7 +138,12 @@ def _forward_step(microbatches: Iterator, model: TreeGPTModel, *, recompute: Rec
 
 
 def run_batch(
-    model: ModelChunks, batch: PackedBatch, layout: ParallelLayout, recompute: RecomputePolicy | None
+    model: ModelChunks,
+    batch: PackedBatch,
+    layout: ParallelLayout,
+    recompute: RecomputePolicy | None,
+    *,
+    attention: Literal["tree", "thd"],
 ) -> StepResult:
     """Run this rank's rows of an update and reduce its loss over all ranks.
 
@@ -129,6 +153,7 @@ def run_batch(
         layout: Where this rank stands.
         recompute: What the backward pass computes again; None for no backward pass. Gradients are accumulated, not yet
             reduced over ranks.
+        attention: As for `microbatch`.
 
     Returns:
         The update's result, the same on every rank.
@@ -154,7 +179,7 @@ def run_batch(
     model.train(wants_grad)
     if recompute is not None:
         recompute.begin_update(max(row.input_ids.size for row in batch.rows))
-    iterators = [_microbatches(batch, layout) for _ in model]
+    iterators = [_microbatches(batch, layout, attention) for _ in model]
     with host_device(), torch.set_grad_enabled(wants_grad):
         terms = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward_step, recompute=recompute),

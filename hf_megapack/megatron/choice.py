@@ -1,0 +1,109 @@
+"""Which attention trains a model on this machine: along the row's tree, or within each of its sequences ("thd").
+
+Rows are laid out for one or the other, so the choice is made before the collator is built and is the same on every
+rank.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PretrainedConfig
+
+from hf_megapack.errors import ConfigError
+from hf_megapack.megatron.attention import flex_backend
+from hf_megapack.megatron.families import family_of
+from hf_megapack.megatron.host import compute_device, has_gpu
+
+if TYPE_CHECKING:
+    from hf_megapack.config import MegaPackConfig
+
+# By the kernels that tree attention would take: sizes of heads for which "thd" was measured to be faster on rows that
+# share nothing, without windows and without context parallelism.
+FASTER_HEAD_SIZES: dict[str, tuple[int, ...]] = {"FLASH": (), "TRITON": ()}
+
+
+def choose_attention(
+    *, head_dim: int, tree_kernels: str, has_windows: bool, context_parallel_size: int
+) -> Literal["tree", "thd"]:
+    """Return the faster attention for rows that share nothing, on a machine that has both.
+
+    Args:
+        head_dim: Elements of a head.
+        tree_kernels: What `attention.flex_backend` says of the model's queries.
+        has_windows: Whether a layer sees a sliding window.
+        context_parallel_size: Ranks that share each row.
+    """
+    is_measured = context_parallel_size == 1 and not has_windows
+    return "thd" if is_measured and head_dim in FASTER_HEAD_SIZES[tree_kernels] else "tree"
+
+
+def resolve_attention(model: str | PretrainedConfig, args: "MegaPackConfig") -> Literal["tree", "thd"]:
+    """Turn MegaPackConfig's `attention` into what is used. A collective for "auto" where there are several ranks.
+
+    Args:
+        model: Hub id, local folder or configuration of the base model.
+        args: The training arguments.
+
+    Returns:
+        The same on every rank: of "auto", "thd" only if every rank would choose it.
+
+    Raises:
+        ConfigError: If "thd" is asked for and this machine, the arguments or the model do not allow it.
+    """
+    if args.attention == "tree" or args.packing_strategy == "prefix_tree":
+        return "tree"
+    obstacle, config = _obstacle(args), None
+    if obstacle is None:
+        config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(str(model))
+        family = family_of(config)
+        has_windows = any(window is not None for window in family.windows(config))
+        if has_windows and args.context_parallel_size > 1:
+            obstacle = (
+                f"with context_parallel_size={args.context_parallel_size} has no sliding windows, which the model has"
+            )
+    if args.attention == "thd":
+        if obstacle is not None:
+            raise ConfigError(f"attention='thd' {obstacle}. Use attention='tree', which serves every packing strategy.")
+        return "thd"
+    is_thd = False
+    if obstacle is None:
+        head_dim = family.heads(config).head_dim
+        queries = torch.empty(0, 1, head_dim, dtype=torch.bfloat16, device=compute_device())
+        chosen = choose_attention(
+            head_dim=head_dim,
+            tree_kernels="TRITON" if args.full_determinism else flex_backend(queries),
+            has_windows=has_windows,
+            context_parallel_size=args.context_parallel_size,
+        )
+        is_thd = chosen == "thd"
+    return "thd" if _on_all_ranks(is_thd) else "tree"
+
+
+def _obstacle(args: "MegaPackConfig") -> str | None:
+    """Return why "thd" cannot run here, whatever the model, to follow its name; None if it can."""
+    if not has_gpu():
+        return "needs a GPU, and none is visible"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "needs Transformer Engine (pip install transformer-engine[pytorch])"
+    if not args.bf16:
+        return f"needs bf16=True, and bf16={args.bf16!r} was given"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"needs a GPU of compute capability 8.0 or later, and this one has {major}.{minor}"
+    if args.full_determinism and major < 10:
+        return (
+            "with full_determinism=True needs a GPU of compute capability 10.0 or later, because Transformer Engine's "
+            f"repeatable kernels serve short rows only before that, and this one has {major}.{minor}"
+        )
+    return None
+
+
+def _on_all_ranks(claim: bool) -> bool:
+    """Return whether every rank makes a claim. A collective where there are several ranks."""
+    if not dist.is_initialized():
+        return claim
+    flag = torch.tensor(int(claim), device=compute_device())
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
