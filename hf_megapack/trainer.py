@@ -104,7 +104,7 @@ class MegaPackTrainer(Trainer):
         checks.check_collator_and_optimizer(data_collator, optimizer_cls_and_kwargs)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
-        self._attention = resolve_attention(base_model, args)
+        self._attention = resolve_attention(base_model, args, (data_collator or args).packing_strategy)
         collator = partial(build_collator, processing_class, args, attention=self._attention)
         collator(data_parallel_size=1)  # options that do not fit raise before any work
         self._limit, self._lengths = checks.find_longest_example(base_model, args), LengthTally()

@@ -39,22 +39,26 @@ def choose_attention(
     return "thd" if is_measured and head_dim in FASTER_HEAD_SIZES[tree_kernels] else "tree"
 
 
-def resolve_attention(model: str | PretrainedConfig, args: "MegaPackConfig") -> Literal["tree", "thd"]:
+def resolve_attention(
+    model: str | PretrainedConfig, args: "MegaPackConfig", packing_strategy: str
+) -> Literal["tree", "thd"]:
     """Turn MegaPackConfig's `attention` into what is used. A collective for "auto" where there are several ranks.
 
     Args:
         model: Hub id, local folder or configuration of the base model.
         args: The training arguments.
+        packing_strategy: Of the collator in use.
 
     Returns:
         The same on every rank: of "auto", "thd" only if every rank would choose it.
 
     Raises:
-        ConfigError: If "thd" is asked for and this machine, the arguments or the model do not allow it.
+        ConfigError: If "thd" is asked for and this machine, the arguments, the collator or the model do not allow it.
     """
-    if args.attention == "tree" or args.packing_strategy == "prefix_tree":
+    may_share = packing_strategy == "prefix_tree"
+    if args.attention == "tree" or (may_share and args.attention == "auto"):
         return "tree"
-    obstacle, config = _obstacle(args), None
+    obstacle = "has no shared prefixes, and packing_strategy='prefix_tree' makes them" if may_share else _obstacle(args)
     if obstacle is None:
         config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(str(model))
         family = family_of(config)

@@ -1,11 +1,13 @@
-"""Rows dealt to the ranks that share them: every slot once, equal counts, pairs counted as a plain loop counts them."""
+"""Rows dealt or cut for the ranks that share them: every slot once, equal counts, pairs as a plain loop counts them."""
+
+import itertools
 
 import numpy as np
 import pytest
 
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import DataError
-from hf_megapack.packing import Alignment, num_visible_pairs, split_row
+from hf_megapack.packing import Alignment, num_visible_pairs, sequence_boundaries, split_row, split_sequences
 
 
 def tree_row(num_slots: int, multiple: int, seed: int) -> np.ndarray:
@@ -51,3 +53,53 @@ def test_ranks_do_nearly_equal_work_where_a_row_has_many_blocks(num_ranks):
 def test_a_row_that_does_not_divide_is_refused_with_its_size():
     with pytest.raises(DataError, match="A row of 384 slots cannot be shared by 2"):
         split_row(np.full(384, 384), 2)
+
+
+def flat_row(multiple: int, seed: int) -> np.ndarray:
+    """Return the subtree ends of a row of six examples side by side, each padded, and then the row."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(1, 70, 6)
+    examples = [{"input_ids": np.arange(1, 2 + n), "loss_mask": np.ones(n + 1)} for n in sizes]
+    alignment = Alignment(sequence_multiple=multiple, packed_multiple=16 * multiple)
+    collator = PrefixTreeCollator(packed_sequence_length=10**6, packing_strategy="ffd", alignment=alignment)
+    (row,) = collator(examples).rows
+    return row.subtree_end
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_sequence_is_cut_into_chunks_that_ranks_take_from_both_ends(num_ranks, seed):
+    ends = flat_row(2 * num_ranks, seed)
+    boundaries = sequence_boundaries(ends)
+    assert boundaries.size - 1 in (6, 7), "six examples and, unless they fill the row, its padding"
+    split = split_sequences(boundaries, num_ranks)
+    expected = [[] for _ in range(num_ranks)]
+    for start, stop in itertools.pairwise(boundaries):
+        chunks = np.split(np.arange(start, stop), 2 * num_ranks)
+        for rank in range(num_ranks):
+            expected[rank] += [*chunks[rank], *chunks[2 * num_ranks - 1 - rank]]
+    assert split.slots.tolist() == expected
+    for rank in range(num_ranks):
+        assert split.num_pairs[rank] == sum(int((ends[: slot + 1] > slot).sum()) for slot in split.slots[rank])
+    assert split.num_pairs.sum() == num_visible_pairs(ends)
+    assert split.imbalance == 1.0
+
+
+def test_boundaries_are_the_starts_of_sequences_and_a_row_of_trees_has_none():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        sizes = rng.integers(1, 9, rng.integers(1, 6))
+        ends = np.repeat(np.cumsum(sizes), sizes)
+        assert sequence_boundaries(ends).tolist() == [0, *np.cumsum(sizes)]
+    assert sequence_boundaries(np.array([3, 3, 3])).dtype == np.int32
+    # Prefix of 3 slots with children of 2 and 1; then two examples, the second a tree whose child is its last.
+    for ends in ([6, 6, 6, 5, 5, 6], [2, 2, 7, 7, 6, 6, 7]):
+        with pytest.raises(DataError, match=r"share prefixes.*packing_strategy 'ffd'"):
+            sequence_boundaries(np.array(ends))
+    # A prefix that one example alone continues is one sequence, whatever its segments.
+    assert sequence_boundaries(np.array([5, 5, 5, 5, 5])).tolist() == [0, 5]
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused_with_its_size():
+    with pytest.raises(DataError, match=r"A sequence of 6 slots cannot be cut into 4 .*sequence_multiple .* 4"):
+        split_sequences(np.array([0, 8, 14]), 2)
