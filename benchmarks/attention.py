@@ -2,13 +2,15 @@
 
     python benchmarks/attention.py
     python benchmarks/attention.py --examples_file examples.npz --backends package FLASH TRITON dense
+    python benchmarks/attention.py --examples_file examples.npz --rows flat --backends package TRITON thd dense
 
 Operations are 4 per visible pair, head and head element forward, 2.5 times that backward; a tree's pairs are counted,
 and the dense side is causal over the length that has as many. "package" is what hf_megapack chooses; FLASH and TRITON
-force FlexAttention's kernels; "dense" is torch's scaled_dot_product_attention with cuDNN and with its FlashAttention,
-and flash-attn-4 where it can be imported. Each is a process of its own. The rows are conversations of 16 turns with one
-leaf for each turn's answer, 64 leaves under one system prompt; with --examples_file (from end_to_end.py --prepare) also
-the fullest row of real ones. Then rows of 50 lengths, to count what is compiled for them.
+force FlexAttention's kernels; "thd" is Transformer Engine's attention within each sequence of rows that share nothing;
+"dense" is torch's scaled_dot_product_attention with cuDNN and with its FlashAttention, and flash-attn-4 where it can be
+imported. Each is a process of its own. The rows are conversations of 16 turns with one leaf for each turn's answer, 64
+leaves under one system prompt; with --examples_file (from end_to_end.py --prepare) also the fullest row of real ones;
+and examples side by side, real ones if there is a file. Then rows of 50 lengths, to count what is compiled for them.
 """
 
 import argparse
@@ -22,11 +24,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import workload
-from attention_rows import Case, cases, count_pairs, make_row
+from attention_rows import FLAT_ROWS, ROWS, Case, cases, count_pairs, make_row
 
 from hf_megapack.batch import PackedRow
 
-BACKENDS = ("package", "FLASH", "TRITON", "dense")
+BACKENDS = ("package", "FLASH", "TRITON", "thd", "dense")
 NUM_LENGTHS = 50
 # Relative norm of the error against float32 that bfloat16 inputs explain.
 TOLERANCE = 2e-2
@@ -102,9 +104,13 @@ def force_backend(backend: str) -> None:
     attention.flex_backend = lambda query: backend
 
 
-def tree_inputs(row: PackedRow, heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> tuple:
-    """Return query, key and value, and the row's parameters, on the device."""
+def make_inputs(
+    row: PackedRow, heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype, *, is_flat: bool
+) -> tuple:
+    """Return query, key and value, and the row's parameters, on the device; for "thd" with the row's sequences."""
     from hf_megapack.megatron.attention import TreeParams
+    from hf_megapack.megatron.sequences import Sequences
+    from hf_megapack.packing import sequence_boundaries
 
     queries, keys, size = heads
     generator = torch.Generator(device).manual_seed(0)
@@ -122,35 +128,46 @@ def tree_inputs(row: PackedRow, heads: tuple[int, int, int], device: torch.devic
         position_ids=position_ids,
         subtree_end=subtree_end,
     )
+    if is_flat:
+        params.sequences = Sequences.of(sequence_boundaries(row.subtree_end), None)
     return tensors, params
 
 
-def tree_attention(device: torch.device) -> Callable:
-    """Return the attention that the device trains with."""
+def attention_of(backend: str, device: torch.device) -> Callable:
+    """Return the attention of a backend on a device."""
     from hf_megapack.megatron import attention
+    from hf_megapack.megatron.sequences import fused_sequence_attention
 
+    if backend == "thd":
+        return lambda *qkv, **options: fused_sequence_attention(*qkv[:3], qkv[3].sequences, **options)
     return attention.flex_tree_attention if device.type == "cuda" else attention.host_tree_attention
 
 
-def time_mask(params: object, num_slots: int, window: int | None) -> float:
-    """Return the median milliseconds, on the host and until the GPU is done, of making a row's block mask."""
+def time_mask(params: object, row: PackedRow, window: int | None) -> float:
+    """Return the median milliseconds, until the GPU is done, of making a row's block mask, or its sequences."""
     from hf_megapack.megatron.attention import tree_block_mask
+    from hf_megapack.megatron.sequences import Sequences
+    from hf_megapack.packing import sequence_boundaries
 
-    times = []
+    times, num_slots = [], row.input_ids.size
     for _ in range(12):
         params.cache.clear()
         workload.synchronize()
         began = time.perf_counter()
-        tree_block_mask(params, num_slots, num_slots, window=window)
+        if params.sequences is None:
+            tree_block_mask(params, num_slots, num_slots, window=window)
+        else:
+            Sequences.of(sequence_boundaries(row.subtree_end), None)
         workload.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times[2:])
 
 
-def check(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+def check(backend: str, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
     """Compare values and gradients with the dense twin in float32 on a short row.
 
     Args:
+        backend: Whose attention.
         options: The command line.
         device: Where to attend.
         dtype: Of query, key and value.
@@ -160,11 +177,13 @@ def check(options: argparse.Namespace, device: torch.device, dtype: torch.dtype)
     """
     from hf_megapack.megatron.attention import dense_tree_attention
 
-    case = Case("agent", 2048, (4, 2, 16) if options.shape == "tiny" else (32, 8, 128))
-    inputs, params = tree_inputs(make_row(case, options), case.heads, device, dtype)
+    is_flat = backend == "thd"
+    heads = (4, 2, 16) if options.shape == "tiny" else (32, 8, 128)
+    case = Case("flat" if is_flat else "agent", 2048, heads)
+    inputs, params = make_inputs(make_row(case, options), heads, device, dtype, is_flat=is_flat)
     twins = [tensor.detach().float().requires_grad_() for tensor in inputs]
     scale = case.heads[2] ** -0.5
-    output = tree_attention(device)(*inputs, params, scale=scale)
+    output = attention_of(backend, device)(*inputs, params, scale=scale)
     expected = dense_tree_attention(*twins, params, scale=scale)
     gradient = torch.randn_like(output)
     output.backward(gradient)
@@ -185,16 +204,17 @@ def kernel_names(work: Callable[[], object]) -> list[str]:
     return [event.key[:70] for event in kernels[:3]]
 
 
-def count_compilations(attend: Callable, device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> str:
+def count_compilations(backend: str, device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> str:
     """Run rows of many lengths forward and backward; say what was compiled and how long calls took."""
     from torch._dynamo.utils import counters
 
-    tiny = options.shape == "tiny"
+    tiny, is_flat, attend = options.shape == "tiny", backend == "thd", attention_of(backend, device)
     lengths = np.random.default_rng(1).integers(1000, 2000 if tiny else 16000, NUM_LENGTHS)
     heads = (4, 2, 16) if tiny else (32, 8, 128)
     before, seconds = counters["stats"]["unique_graphs"], []
     for length in map(int, lengths):
-        inputs, params = tree_inputs(make_row(Case("agent", length, heads), options), heads, device, dtype)
+        row = make_row(Case("flat" if is_flat else "agent", length, heads), options)
+        inputs, params = make_inputs(row, heads, device, dtype, is_flat=is_flat)
         workload.synchronize()
         began = time.perf_counter()
         forward_and_backward(functools.partial(attend, *inputs, params, scale=heads[2] ** -0.5))
@@ -210,16 +230,21 @@ def count_compilations(attend: Callable, device: torch.device, dtype: torch.dtyp
     )
 
 
-def run_tree(backend: str, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
-    """Measure tree attention with one backend."""
-    if backend != "package" and device.type == "cuda":
+def run_ours(backend: str, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    """Measure tree attention with one backend, or attention within sequences."""
+    is_flat = backend == "thd"
+    if is_flat and device.type != "cuda":
+        print("thd needs a GPU: Transformer Engine's attention runs nowhere else.", flush=True)
+        return
+    if backend in ("FLASH", "TRITON") and device.type == "cuda":
         force_backend(backend)
-    attend = tree_attention(device)
-    check(options, device, dtype)
-    for number, case in enumerate(cases(options)):
+    attend = attention_of(backend, device)
+    check(backend, options, device, dtype)
+    chosen = [case for case in cases(options) if case.row in FLAT_ROWS or not is_flat]
+    for number, case in enumerate(chosen):
         row = make_row(case, options)
         try:
-            inputs, params = tree_inputs(row, case.heads, device, dtype)
+            inputs, params = make_inputs(row, case.heads, device, dtype, is_flat=is_flat)
             began = time.perf_counter()
 
             def once(inputs=inputs, params=params, case=case) -> torch.Tensor:
@@ -229,7 +254,7 @@ def run_tree(backend: str, options: argparse.Namespace, device: torch.device, dt
             workload.synchronize()
             first = time.perf_counter() - began
             times = time_both(once, inputs)
-            mask = time_mask(params, row.input_ids.size, case.window)
+            mask = time_mask(params, row, case.window)
         except Exception as error:
             print(f"{case.name}: {type(error).__name__}: {str(error).strip()[:300]}", flush=True)
             continue
@@ -237,7 +262,7 @@ def run_tree(backend: str, options: argparse.Namespace, device: torch.device, dt
         workload.emit(result(case, backend, pairs, times, slots=slots, mask_ms=mask, first_s=first))
         if number == 0 and device.type == "cuda":
             print(f"kernels: {kernel_names(functools.partial(forward_and_backward, once))}", flush=True)
-    workload.emit({"backend": backend, "compilations": count_compilations(attend, device, dtype, options)})
+    workload.emit({"backend": backend, "compilations": count_compilations(backend, device, dtype, options)})
 
 
 def dense_sides(device: torch.device) -> Iterator[tuple[str, Callable]]:
@@ -300,6 +325,7 @@ def run_backend(backend: str, options: argparse.Namespace) -> list[dict]:
     command = [__file__, "--backend", backend, "--shape", options.shape]
     command += ["--examples_file", options.examples_file] if options.examples_file else []
     command += ["--quick"] if options.quick else []
+    command += ["--rows", *options.rows]
     print(f"\n== {backend}", flush=True)
     return workload.run_process(command, options.limit_s)
 
@@ -314,7 +340,7 @@ def print_tables(results: Sequence[dict]) -> None:
             rates = " | ".join(f"{line[key]:.0f}" for key in ("forward", "backward", "both"))
             times = " | ".join(f"{ms:.3f}" for ms in line["ms"])
             print(f"| {name} | {line['backend']} | {line['slots']:,} | {line['pairs']:,} | {rates} | {times} |")
-    print("\n| row | attention | block mask ms | first call s |\n|---|---|---|---|")
+    print("\n| row | attention | block mask or sequences ms | first call s |\n|---|---|---|---|")
     for line in timed:
         if "mask_ms" in line:
             print(f"| {line['case']} | {line['backend']} | {line['mask_ms']:.3f} | {line['first_s']:.1f} |")
@@ -330,7 +356,8 @@ def main() -> None:
     parser.add_argument("--examples_file", type=Path, help="what end_to_end.py --prepare wrote")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--shape", choices=["full", "tiny"], default="full", help="tiny is for a CPU")
-    parser.add_argument("--quick", action="store_true", help="the 32K row alone")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="kinds of rows")
+    parser.add_argument("--quick", action="store_true", help="the first row alone")
     parser.add_argument("--limit_s", type=int, default=180, help="seconds for each backend")
     parser.add_argument("--json", type=Path, help="write the results into this file too")
     parser.add_argument("--backend", choices=BACKENDS, help=argparse.SUPPRESS)
@@ -347,7 +374,7 @@ def main() -> None:
     if options.backend == "dense":
         run_dense(options, device, dtype)
     else:
-        run_tree(options.backend, options, device, dtype)
+        run_ours(options.backend, options, device, dtype)
 
 
 if __name__ == "__main__":
