@@ -136,7 +136,7 @@ def _host_plan(params: TreeParams, num_queries: int, window: int | None, dtype: 
         size = HOST_BLOCK if params.share is None else CONTEXT_BLOCK
         for start in range(0, num_queries, size):
             block = slice(start, min(start + size, num_queries))
-            # The slots of a block follow one another.
+            # The slots of a block follow one another, unless sequences were cut: then some keys are read in vain.
             first, stop = int(slots[block][0]), int(slots[block][-1]) + 1
             earlier = (params.subtree_end[:first] > first).nonzero()[:, 0]
             keys = torch.cat((earlier, torch.arange(first, stop)))
@@ -382,9 +382,5 @@ class TreeAttention(torch.nn.Module):
             return fused_sequence_attention(query_LHD, key_LGD, value_LGD, params.sequences, **options).flatten(1)
         if params.share is not None:
             key_LGD, value_LGD = gather_keys_and_values(key_LGD, value_LGD, params.share)
-        if query_LHD.is_cuda:
-            attend = flex_tree_attention
-        else:
-            # Chunks of sequences are not the blocks that the faster one needs.
-            attend = host_tree_attention if params.sequences is None else dense_tree_attention
+        attend = flex_tree_attention if query_LHD.is_cuda else host_tree_attention
         return attend(query_LHD, key_LGD, value_LGD, params, **options).flatten(1)

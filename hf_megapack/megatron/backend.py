@@ -46,7 +46,7 @@ class MegatronBackend:
         args: The training arguments.
         peft_config: The adapter to train.
         attention: Over rows, from `choice.resolve_attention`. "thd" takes rows that share nothing and, where ranks
-            share them, sequences aligned for it; on a CPU its plain twin runs.
+            share them, sequences aligned for it; on a CPU tree attention computes the same.
 
     Attributes:
         model: The module that holds everything, for code that wants a `torch.nn.Module`.

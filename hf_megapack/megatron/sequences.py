@@ -1,8 +1,8 @@
 """Attention over a row without shared prefixes, sequence by sequence: Transformer Engine's variable-length kernels.
 
 Every sequence of such a row is a root and attends causally within itself; its padding comes last and is seen by its
-own slots only. The plain twin is `attention.dense_tree_attention`, which also tells ranks that share a row apart. This
-is the only module that calls Transformer Engine's attention.
+own slots only. Tree attention computes the same for such a row, so it is the plain twin and what runs on a CPU. This is
+the only module that calls Transformer Engine's attention.
 
 Shapes: L slots of this rank, H query heads, G key and value heads, D head size.
 """

@@ -1,7 +1,7 @@
 """Ranks that cut every sequence of a row between them compute what one process computes with tree attention.
 
-On the CPU each rank gathers keys and values and attends with the plain twin, so this is about which rank holds which
-slots: positions, labels, gradients, and the layouts around it. float32, tiny models, gloo.
+On the CPU each rank gathers keys and values and attends along the row, so this is about which rank holds which slots:
+positions, labels, gradients, and the layouts around it. float32, tiny models, gloo.
 """
 
 from pathlib import Path

@@ -20,7 +20,7 @@ from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import BackendError, ConfigError, DataError
 from hf_megapack.loading import layout_alignment
 from hf_megapack.megatron import choice, sequences
-from hf_megapack.megatron.attention import TreeParams, dense_tree_attention
+from hf_megapack.megatron.attention import TreeParams, dense_tree_attention, host_tree_attention
 from hf_megapack.megatron.backend import MegatronBackend
 from hf_megapack.megatron.context import share_row
 from hf_megapack.megatron.sequences import Sequences, fused_sequence_attention
@@ -123,9 +123,10 @@ def test_no_kernel_is_an_error_that_says_for_what(stand_in):
         fused_sequence_attention(*random_qkv(501), given, scale=0.3)
 
 
+@pytest.mark.parametrize("attend", [dense_tree_attention, host_tree_attention])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_that_cut_sequences_attend_as_one_does(num_ranks):
-    sizes = [24 * n for n in (1, 5, 2, 3)]
+def test_ranks_that_cut_sequences_attend_as_one_does(num_ranks, attend):
+    sizes = [24 * n for n in (1, 5, 2, 30, 3)]
     row, boundaries = flat_row(sizes), np.cumsum([0, *sizes])
     query, key, value = (x.detach() for x in random_qkv(sum(sizes)))
     whole = dense_tree_attention(query, key, value, row, scale=0.3, window=20)
@@ -133,9 +134,9 @@ def test_ranks_that_cut_sequences_attend_as_one_does(num_ranks):
         layout = SimpleNamespace(context_size=num_ranks, context_rank=rank, context_group=None)
         slots, share = share_row(row.subtree_end.numpy(), layout, boundaries)
         assert torch.equal(share.slots_by_rank[share.place_of_slot], torch.arange(sum(sizes)))
-        row.share = share
+        row.share, row.cache = share, {}
         assert torch.equal(row.local_positions, row.position_ids[slots])
-        ours = dense_tree_attention(query[slots], key, value, row, scale=0.3, window=20)
+        ours = attend(query[slots], key, value, row, scale=0.3, window=20)
         torch.testing.assert_close(ours, whole[slots], rtol=1e-12, atol=1e-12)
 
 
