@@ -69,7 +69,7 @@ def test_the_trunk_of_a_conversation_is_one_run_before_its_leaves(first_token):
     turns = [[first_token + turn % 2, *range(300 + 10 * turn, 308 + 10 * turn)] for turn in range(6)]
     examples = []
     for turn in range(1, 7):
-        ids = sum(turns[:turn], [])
+        ids = [token for tokens in turns[:turn] for token in tokens]
         examples.append((ids, [index >= len(ids) - 4 for index in range(len(ids))]))
     (row,) = pack(examples, 1000, min_shared_tokens=2)
     longest = len(examples[-1][0])
