@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_megapack.megatron.host import compute_device
+from hf_megapack.megatron.host import integers_on_device
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.packing.context import split_row
 
@@ -50,11 +50,10 @@ def share_row(subtree_end: np.ndarray, layout: ParallelLayout) -> tuple[np.ndarr
     if layout.context_size == 1:
         return np.arange(subtree_end.size), None
     slots = split_row(subtree_end, layout.context_size).slots
-    everyone, mine = torch.from_numpy(slots.ravel()), torch.from_numpy(slots[layout.context_rank])
     share = ContextShare(
-        slots=mine.to(compute_device()),
-        slots_by_rank=everyone.to(compute_device()),
-        place_of_slot=everyone.argsort().to(compute_device()),
+        slots=integers_on_device(slots[layout.context_rank]),
+        slots_by_rank=integers_on_device(slots.ravel()),
+        place_of_slot=integers_on_device(slots.ravel().argsort()),
         group=layout.context_group,
     )
     return slots[layout.context_rank], share

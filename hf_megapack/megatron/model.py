@@ -21,10 +21,11 @@ from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from hf_megapack.errors import ConfigError
-from hf_megapack.megatron.attention import TreeParams, allow_compilations
+from hf_megapack.megatron.attention import TreeParams
 from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.dispatch import put_in_dispatchers
 from hf_megapack.megatron.families import DenseFamily
+from hf_megapack.megatron.flex_attention import allow_compilations
 from hf_megapack.megatron.host import compute_device, has_gpu, host_device
 from hf_megapack.megatron.layers import FrozenRMSNorm, layer_spec
 from hf_megapack.megatron.loss import LossTerms, frozen_head_loss

@@ -17,7 +17,7 @@ from hf_megapack.errors import DataError
 from hf_megapack.megatron.attention import TreeParams
 from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.context import share_row
-from hf_megapack.megatron.host import compute_device, host_device
+from hf_megapack.megatron.host import compute_device, host_device, integers_on_device
 from hf_megapack.megatron.loss import LossTerms
 from hf_megapack.megatron.model import TreeGPTModel
 from hf_megapack.megatron.parallel import ParallelLayout
@@ -27,10 +27,6 @@ from hf_megapack.packing import RankLayout
 
 # Gradients that are summed at once, in elements: 256 MiB, or a single factor that is larger.
 BUCKET_ELEMENTS = 2**26
-
-
-def _on_device(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array.astype(np.int64)).to(compute_device(), non_blocking=True)
 
 
 def microbatch(
@@ -67,16 +63,16 @@ def microbatch(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        position_ids=_on_device(row.position_ids),
-        subtree_end=_on_device(row.subtree_end),
-        loss_slots=_on_device(learned),
-        loss_labels=_on_device(labels[learned]),
-        loss_counts=_on_device(weights[learned]),
+        position_ids=integers_on_device(row.position_ids),
+        subtree_end=integers_on_device(row.subtree_end),
+        loss_slots=integers_on_device(learned),
+        loss_labels=integers_on_device(labels[learned]),
+        loss_counts=integers_on_device(weights[learned]),
         loss_scale=1.0 / num_loss_tokens,
         wants_logits=wants_logits,
         share=share,
     )
-    return _on_device(row.input_ids[slots]), params
+    return integers_on_device(row.input_ids[slots]), params
 
 
 def _microbatches(batch: PackedBatch, layout: ParallelLayout) -> Iterator[tuple[torch.Tensor, TreeParams]]:
