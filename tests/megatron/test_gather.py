@@ -67,7 +67,8 @@ def make_experts(first: int, num_experts: int, dtype: torch.dtype) -> Experts:
     module = Experts(num_experts, sizes)
     for leaf, rank in zip(LEAVES, (2, 3, 2), strict=True):
         module.adapt(leaf, LoraSpec(rank, 2 * rank, 2.0))
-    module.to(dtype if dtype == torch.float64 else None)
+    if dtype == torch.float64:
+        module.double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -25,7 +25,7 @@ from tests.helpers.backend_args import backend_args
 from tests.helpers.moe_reference import MOE_CONFIGS, save_moe_model
 from tests.helpers.reference_model import mape, random_adapter
 from tests.helpers.spawn import LayoutRuns
-from tests.megatron.test_layouts import examples, make_optimizer, one_step, train
+from tests.megatron.test_layouts import examples, make_optimizer, one_step, pack, train
 
 LOSS_BOUND = 1e-6
 GRADIENT_BOUND_PERCENT = 0.001
@@ -78,6 +78,9 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
     assert dispatchers == {"GatheringDispatcher" if gathers else "SortingDispatcher"}
     seen["data ranks"] = {backend.layout.rank: backend.layout.data_rank}, [*backend.layout.expert_data_ranks]
     seen["expert ranks"] = dist.get_process_group_ranks(get_expert_model_parallel_group())
+    if args.pipeline_parallel_size * args.context_parallel_size == 1:
+        rows = pack(backend, args, examples()).rows
+        seen["logits"] = backend.logits(rows[backend.layout.data_rank % len(rows)])
     seen["step"] = one_step(backend, args, examples())
     # One example: every other data-parallel rank runs a dummy, and its tokens pass through this rank's experts.
     seen["single"] = one_step(backend, args, examples()[:1])
@@ -186,6 +189,13 @@ def test_ranks_know_which_rows_the_ranks_run_that_share_their_experts(seen, name
     data_rank = {rank: index for ranks in seen[name] for rank, index in ranks["data ranks"][0].items()}
     for rank in seen[name]:
         assert rank["data ranks"][1] == sorted({data_rank[other] for other in rank["expert ranks"]})
+
+
+@pytest.mark.parametrize("name", ["DP2, EP2", "DP4, EP4", "DP2xTP2+SP, EP4"])
+def test_logits_of_rows_of_different_lengths_do_not_depend_on_the_dispatcher(seen, name):
+    sent, gathered = ([rank["logits"] for rank in seen[name + kind]] for kind in ("", " gathered"))
+    torch.testing.assert_close(gathered, sent, rtol=1e-5, atol=1e-6)
+    assert len({len(logits) for logits in gathered}) > 1
 
 
 def test_ranks_that_gather_run_rows_of_different_lengths():
