@@ -158,8 +158,7 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pipeline_size,
         virtual_pipeline_model_parallel_size=layout.num_chunks if is_interleaved else None,
         variable_seq_lengths=layout.pipeline_size > 1,
-        # Asked for together with variable lengths even where there are no experts; its only one for unequal rows. Where
-        # there are experts, ours takes its place.
+        # The only one that it takes together with variable lengths, experts or not; ours takes its place.
         moe_token_dispatcher_type="alltoall",
         # Batched, an interleaved pipeline would pair the shape of one microbatch with the tensor of another.
         overlap_p2p_comm=is_interleaved,
