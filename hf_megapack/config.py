@@ -118,10 +118,16 @@ class MegaPackConfig(TrainingArguments):
         1,
         "Ranks that split each layer's experts between them, out of the tensor-, context- and data-parallel ranks.",
     )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = _option(
+        "alltoall",
+        "How slots reach experts on other ranks: 'alltoall' sends a slot once for each expert that it goes to; "
+        "'allgather' sends every slot once to every rank that shares the experts, which is less when these ranks are "
+        "few and a slot has many experts, and needs expert_parallel_size > 1.",
+    )
     moe_shared_expert_overlap: bool = _option(
         False,
         "Compute the shared expert, of models that have one, on a stream of its own while slots travel to their routed "
-        "experts. Needs a GPU and tensor_parallel_size=1.",
+        "experts. Needs a GPU, tensor_parallel_size=1 and moe_token_dispatcher_type='alltoall'.",
     )
     sequence_parallel: bool = _option(
         False,
@@ -252,6 +258,16 @@ class MegaPackConfig(TrainingArguments):
             raise ConfigError(
                 f"virtual_pipeline_parallel_size={self.virtual_pipeline_parallel_size} cuts each pipeline stage into "
                 "chunks, but pipeline_parallel_size=1. Raise pipeline_parallel_size, or leave it out."
+            )
+        if self.moe_token_dispatcher_type == "allgather" and self.expert_parallel_size == 1:
+            raise ConfigError(
+                "moe_token_dispatcher_type='allgather' gathers slots over the ranks that share experts, but "
+                "expert_parallel_size=1. Raise expert_parallel_size, or leave moe_token_dispatcher_type out."
+            )
+        if self.moe_token_dispatcher_type == "allgather" and self.moe_shared_expert_overlap:
+            raise ConfigError(
+                "moe_shared_expert_overlap=True with moe_token_dispatcher_type='allgather': only 'alltoall' computes "
+                "the shared expert while slots travel. Use 'alltoall', or leave moe_shared_expert_overlap out."
             )
         if self.optim.value not in ELEMENTWISE_OPTIMIZERS:
             raise ConfigError(

@@ -42,6 +42,8 @@ class TreeParams(PackedSeqParams):
         loss_scale: One over the loss-bearing tokens of the whole update.
         wants_logits: Return the logits of all slots instead of the loss.
         share: What this rank holds of the row, None for all of it.
+        num_expert_places: The most slots that any of the ranks which share this rank's experts has, of whatever row it
+            runs at the same time; 0 where nobody asks.
         cache: Block plans, made once for a row and shared by its layers.
     """
 
@@ -53,6 +55,7 @@ class TreeParams(PackedSeqParams):
     loss_scale: float = 0.0
     wants_logits: bool = False
     share: ContextShare | None = None
+    num_expert_places: int = 0
     cache: dict = field(default_factory=dict)
 
     @property

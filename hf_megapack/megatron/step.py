@@ -30,7 +30,13 @@ BUCKET_ELEMENTS = 2**26
 
 
 def microbatch(
-    row: PackedRow, layout: ParallelLayout, *, num_loss_tokens: int, is_dummy: bool, wants_logits: bool = False
+    row: PackedRow,
+    layout: ParallelLayout,
+    *,
+    num_loss_tokens: int,
+    is_dummy: bool,
+    wants_logits: bool = False,
+    num_expert_places: int = 0,
 ) -> tuple[torch.Tensor, TreeParams]:
     """Move a row to the device.
 
@@ -40,6 +46,7 @@ def microbatch(
         num_loss_tokens: Loss-bearing tokens of the whole update.
         is_dummy: Whether the row counts for nothing.
         wants_logits: Whether logits are asked for instead of the loss.
+        num_expert_places: As in TreeParams.
 
     Returns:
         The tokens of this rank's slots, int64, and the parameters that travel with the microbatch.
@@ -71,15 +78,23 @@ def microbatch(
         loss_scale=1.0 / num_loss_tokens,
         wants_logits=wants_logits,
         share=share,
+        num_expert_places=num_expert_places,
     )
     return integers_on_device(row.input_ids[slots]), params
 
 
 def _microbatches(batch: PackedBatch, layout: ParallelLayout) -> Iterator[tuple[torch.Tensor, TreeParams]]:
     schedule = batch.schedule
-    for index, is_dummy in zip(schedule.row_index[layout.data_rank], schedule.is_dummy[layout.data_rank], strict=True):
-        row = batch.rows[index]
-        yield microbatch(row, layout, num_loss_tokens=batch.num_loss_tokens, is_dummy=bool(is_dummy))
+    num_slots = np.array([row.input_ids.size for row in batch.rows])[schedule.row_index[layout.expert_data_ranks]]
+    indices, are_dummies = schedule.row_index[layout.data_rank], schedule.is_dummy[layout.data_rank]
+    for index, is_dummy, most in zip(indices, are_dummies, num_slots.max(axis=0), strict=True):
+        yield microbatch(
+            batch.rows[index],
+            layout,
+            num_loss_tokens=batch.num_loss_tokens,
+            is_dummy=bool(is_dummy),
+            num_expert_places=layout.num_local_slots(int(most)),
+        )
 
 
 def forward_row(model: TreeGPTModel, input_ids: torch.Tensor, params: TreeParams) -> LossTerms | torch.Tensor:
