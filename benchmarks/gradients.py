@@ -30,7 +30,7 @@ FACTOR_STD = 0.02
 def backend_arguments(**options) -> SimpleNamespace:
     """Return what MegatronBackend reads of MegaPackConfig: one process in bfloat16, changed by `options`."""
     others = {"bf16": True, "recompute": "off", "seed": 0, "fp8": None, "torch_compile": False}
-    others["moe_shared_expert_overlap"] = False
+    others |= {"moe_shared_expert_overlap": False, "moe_token_dispatcher_type": "alltoall"}
     return SimpleNamespace(**{**ONE_PROCESS, **others, **options})
 
 

@@ -42,6 +42,7 @@ from transformers import Qwen3MoeConfig
 
 from hf_megapack import MegaPackConfig
 from hf_megapack.megatron.dispatch import SortingDispatcher
+from hf_megapack.megatron.gather import GatheringDispatcher
 from hf_megapack.megatron.moe import FrozenRouter
 
 SHAPES = {
@@ -71,6 +72,7 @@ SHAPES = {
 # Tokens of a prefix, continuations of it, and tokens of each; the CPU takes a sixteenth.
 PREFIX, CONTINUATIONS, TAIL = 4096, 12, 1024
 GROUPS = ("router", "dispatch", "experts", "attention", "other")
+# "_TakeRows" and "_SumRows" also begin the names of those that gather.
 _DISPATCH = ("megapack::dispatch", "_TakeRows", "_SumRows", "_AllToAll", "AllToAll")
 
 
@@ -154,7 +156,7 @@ def name_in_profile(model: torch.nn.Module) -> None:
         if isinstance(module, FrozenRouter):
             module.forward = named(module.forward, "megapack::router")
         dispatcher = getattr(module, "token_dispatcher", None)
-        if isinstance(dispatcher, SortingDispatcher):
+        if isinstance(dispatcher, SortingDispatcher | GatheringDispatcher):
             for step in ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess", "combine_preprocess"):
                 setattr(dispatcher, step, named(getattr(dispatcher, step), "megapack::dispatch"))
             for step in ("token_combine", "combine_postprocess"):

@@ -114,10 +114,16 @@ class MegaPackConfig(TrainingArguments):
         1,
         "Ranks that split each layer's experts between them, out of the tensor-, context- and data-parallel ranks.",
     )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = _option(
+        "alltoall",
+        "How slots reach experts on other ranks: 'alltoall' sends a slot once for each expert that it goes to; "
+        "'allgather' sends every slot once to every rank that shares the experts, which is less when these ranks are "
+        "few and a slot has many experts, and needs expert_parallel_size > 1.",
+    )
     moe_shared_expert_overlap: bool = _option(
         False,
         "Compute the shared expert, of models that have one, on a stream of its own while slots travel to their routed "
-        "experts. Needs a GPU and tensor_parallel_size=1.",
+        "experts. Needs a GPU, tensor_parallel_size=1 and moe_token_dispatcher_type='alltoall'.",
     )
     sequence_parallel: bool = _option(
         False,
@@ -181,6 +187,7 @@ class MegaPackConfig(TrainingArguments):
         torch_compile, self.torch_compile = self.torch_compile, False
         super().__post_init__()
         self.torch_compile = torch_compile
+        self._check_packing()
         self._check_combinations()
 
     def _refuse_arguments(self) -> None:
@@ -233,25 +240,26 @@ class MegaPackConfig(TrainingArguments):
             setattr(self, name, inherited.default)
 
     def _check_combinations(self) -> None:
-        if self.max_length is not None and self.max_length > self.packed_sequence_length:
-            raise ConfigError(
-                f"max_length={self.max_length} exceeds packed_sequence_length={self.packed_sequence_length}: an "
-                "example must fit into one row. Lower max_length or raise packed_sequence_length."
-            )
+        """Raise ConfigError where the layout, the optimizer or the precision does not go with another field."""
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "sequence_parallel=True splits activations over the tensor-parallel ranks, but tensor_parallel_size=1. "
                 "Raise tensor_parallel_size, or leave sequence_parallel out."
             )
-        if self.attention == "thd" and self.packing_strategy == "prefix_tree":
-            raise ConfigError(
-                "attention='thd' attends within each example by itself, but packing_strategy='prefix_tree' lets "
-                "examples share prefixes. Use packing_strategy='ffd', 'mffd' or 'balanced', or attention='tree'."
-            )
         if self.virtual_pipeline_parallel_size > 1 and self.pipeline_parallel_size == 1:
             raise ConfigError(
                 f"virtual_pipeline_parallel_size={self.virtual_pipeline_parallel_size} cuts each pipeline stage into "
                 "chunks, but pipeline_parallel_size=1. Raise pipeline_parallel_size, or leave it out."
+            )
+        if self.moe_token_dispatcher_type == "allgather" and self.expert_parallel_size == 1:
+            raise ConfigError(
+                "moe_token_dispatcher_type='allgather' gathers slots over the ranks that share experts, but "
+                "expert_parallel_size=1. Raise expert_parallel_size, or leave moe_token_dispatcher_type out."
+            )
+        if self.moe_token_dispatcher_type == "allgather" and self.moe_shared_expert_overlap:
+            raise ConfigError(
+                "moe_shared_expert_overlap=True with moe_token_dispatcher_type='allgather': only 'alltoall' computes "
+                "the shared expert while slots travel. Use 'alltoall', or leave moe_shared_expert_overlap out."
             )
         if self.optim.value not in ELEMENTWISE_OPTIMIZERS:
             raise ConfigError(
@@ -267,6 +275,19 @@ class MegaPackConfig(TrainingArguments):
             raise ConfigError(
                 f"fp8={self.fp8!r} replaces matrix products in bf16, but bf16={self.bf16}. Set bf16=True on a GPU, or "
                 "leave fp8 out."
+            )
+
+    def _check_packing(self) -> None:
+        """Raise ConfigError where what fills a row, in which order, does not go with another field."""
+        if self.max_length is not None and self.max_length > self.packed_sequence_length:
+            raise ConfigError(
+                f"max_length={self.max_length} exceeds packed_sequence_length={self.packed_sequence_length}: an "
+                "example must fit into one row. Lower max_length or raise packed_sequence_length."
+            )
+        if self.attention == "thd" and self.packing_strategy == "prefix_tree":
+            raise ConfigError(
+                "attention='thd' attends within each example by itself, but packing_strategy='prefix_tree' lets "
+                "examples share prefixes. Use packing_strategy='ffd', 'mffd' or 'balanced', or attention='tree'."
             )
         if self.group_by_prefix and self.packing_strategy != "prefix_tree":
             raise ConfigError(

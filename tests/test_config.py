@@ -107,6 +107,12 @@ def test_trl_fields_are_ours_or_explained():
         ({"context_parallel_size": 0}, "context_parallel_size=0"),
         ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size=2 .*pipeline_parallel_size=1"),
         ({"expert_parallel_size": 0}, "expert_parallel_size=0 is too small; it must be at least 1"),
+        ({"moe_token_dispatcher_type": "flex"}, "='flex' is not allowed; it must be one of 'alltoall', 'allgather'"),
+        ({"moe_token_dispatcher_type": "allgather"}, "dispatcher_type='allgather' .*expert_parallel_size=1"),
+        (
+            {"moe_token_dispatcher_type": "allgather", "expert_parallel_size": 2, "moe_shared_expert_overlap": True},
+            "moe_shared_expert_overlap=True with moe_token_dispatcher_type='allgather': only 'alltoall'",
+        ),
         ({"sequence_parallel": True}, "sequence_parallel=True .*tensor_parallel_size=1"),
         ({"fp8": "blockwise"}, "fp8='blockwise' replaces matrix products in bf16"),
         ({"group_by_prefix": True, "packing_strategy": "ffd"}, "group_by_prefix=True .*packing_strategy='ffd'"),

@@ -56,23 +56,28 @@ def weighted_swiglu_backward(
     return torch.cat((grad_gate, weighted * activation), dim=-1).to(gate_up_NC.dtype), grad_weights
 
 
-def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
-    """Return the sum of K given rows for each slot, summed in at least float32 in the order given.
+def sum_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the sum of up to K given rows for each slot, summed in at least float32 in the order given.
 
     Args:
         rows_ND: Floating, contiguous, shape (N, D).
-        index_TK: Which rows. int64, shape (T, K).
+        index_TK: Which rows; below 0 stands for none. int64, shape (T, K).
+        dtype: Of the result, None for that of the rows.
 
     Returns:
-        Same dtype, shape (T, D).
+        Shape (T, D); zeros for a slot of no row.
     """
+    dtype = dtype or rows_ND.dtype
+    if not len(rows_ND):
+        return rows_ND.new_zeros(len(index_TK), rows_ND.shape[1], dtype=dtype)
     if _is_fused(rows_ND):
         from hf_megapack.kernels.fused_experts import sums_of_rows
 
-        return sums_of_rows(rows_ND, index_TK)
+        return sums_of_rows(rows_ND, index_TK, dtype)
     wide = torch.promote_types(rows_ND.dtype, torch.float32)
-    chosen_TKD = rows_ND.index_select(0, index_TK.flatten()).unflatten(0, index_TK.shape)
-    return chosen_TKD.sum(dim=1, dtype=wide).to(rows_ND.dtype)
+    index = index_TK.flatten()
+    chosen_TKD = rows_ND.index_select(0, index.clamp(min=0)).masked_fill(index[:, None] < 0, 0)
+    return chosen_TKD.unflatten(0, index_TK.shape).sum(dim=1, dtype=wide).to(dtype)
 
 
 def _is_fused(tensor: torch.Tensor) -> bool:

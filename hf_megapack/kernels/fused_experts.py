@@ -61,7 +61,7 @@ def _sum_rows(rows, index, output, num_channels, num_summands, block: tl.constex
     total = tl.zeros((block,), dtype=tl.float32)
     for summand in range(num_summands):
         row = tl.load(index + slot * num_summands + summand)
-        total += tl.load(rows + row * num_channels + channel, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(rows + row * num_channels + channel, mask=inside & (row >= 0), other=0.0).to(tl.float32)
     tl.store(output + slot * num_channels + channel, total.to(output.dtype.element_ty), mask=inside)
 
 
@@ -113,11 +113,11 @@ def weighted_swiglu_gradients(
     return grad_gate_up, grad_weights
 
 
-def sums_of_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
+def sums_of_rows(rows_ND: torch.Tensor, index_TK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Do what `experts.sum_rows` says, for at least one row."""
     num_slots, num_summands = index_TK.shape
     num_channels = rows_ND.shape[1]
-    output = rows_ND.new_empty(num_slots, num_channels)
+    output = rows_ND.new_empty(num_slots, num_channels, dtype=dtype)
     block = min(triton.next_power_of_2(num_channels), CHANNEL_BLOCK)
     grid = (num_slots, triton.cdiv(num_channels, block))
     _sum_rows[grid](rows_ND, index_TK.contiguous(), output, num_channels, num_summands, block=block)

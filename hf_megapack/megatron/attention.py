@@ -12,6 +12,7 @@ D head size, Q slots of one query block, K slots they can see.
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,16 +21,15 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_megapack.megatron.context import ContextShare, gather_keys_and_values
+from hf_megapack.megatron.flex_attention import block_mask, flex_attend
 from hf_megapack.megatron.sequences import Sequences, fused_sequence_attention
+from hf_megapack.megatron.tree_blocks import TreeBlocks, tree_blocks
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
 
 # Long enough that a block is a good matrix product, short enough that few keys are read for nothing.
 HOST_BLOCK = 256
-FLEX_BLOCK = 128
-SMALLEST_FLEX_HEAD = 16
-FLASH_HEAD_SIZES = (64, 128)
-# Lengths, gradient modes and windows that one process may meet.
-MAX_COMPILATIONS = 1024
+FLEX_BLOCKS = (128, 128)
+FLASH_HEAD_SIZES = (64, 128, 256)
 
 
 @dataclass
@@ -46,6 +46,8 @@ class TreeParams(PackedSeqParams):
         wants_logits: Return the logits of all slots instead of the loss.
         share: What this rank holds of the row, None for all of it.
         sequences: To attend within each of them, where the row shares nothing; None to attend as a tree.
+        num_expert_places: The most slots that any of the ranks which share this rank's experts has, of whatever row it
+            runs at the same time; 0 where nobody asks.
         cache: Block plans, made once for a row and shared by its layers.
     """
 
@@ -58,6 +60,7 @@ class TreeParams(PackedSeqParams):
     wants_logits: bool = False
     share: ContextShare | None = None
     sequences: Sequences | None = None
+    num_expert_places: int = 0
     cache: dict = field(default_factory=dict)
 
     @property
@@ -178,109 +181,24 @@ def host_tree_attention(
     return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1)
 
 
-def tree_block_mask(params: TreeParams, num_queries: int, num_slots: int, *, window: int | None):
-    """Return FlexAttention's BlockMask of a row, from the extremes of each block; no mask of T x T is made.
-
-    Args:
-        params: The row, on the device that will attend.
-        num_queries: Queries, L or more: those beyond the rank's own slots see padding only.
-        num_slots: Keys, T or more: those beyond the row are one more root, which no slot of the row sees.
-        window: Sliding window in positions, None for full attention.
-
-    Returns:
-        `torch.nn.attention.flex_attention.BlockMask`. A block that might be visible in part is computed with the mask;
-        one that every query of the block sees whole is computed without.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    key = ("flex", num_queries, num_slots, window)
-    if key in params.cache:
-        return params.cache[key]
-    # Whole blocks, so that kernels read no further than the arrays reach.
-    num_blocks = -(-num_slots // FLEX_BLOCK)
-    end = _extended(params.subtree_end, num_blocks * FLEX_BLOCK, num_slots)
-    position = _extended(params.position_ids, num_blocks * FLEX_BLOCK, 0)
-    slots = None
-    if params.share is not None:
-        # Queries beyond the rank's own stand where the padding keys do, or at the row's last slot.
-        slots = _extended(params.share.slots, -(-num_queries // FLEX_BLOCK) * FLEX_BLOCK, num_slots - 1)
-
-    def mask_mod(batch, head, query, key_slot):
-        slot = query if slots is None else slots[query]
-        seen = (key_slot <= slot) & (slot < end[key_slot])
-        return seen if window is None else seen & (position[slot] - position[key_slot] < window)
-
-    ends = end.view(num_blocks, FLEX_BLOCK)
-    first = torch.arange(num_blocks, device=end.device) * FLEX_BLOCK
-    last = (first + FLEX_BLOCK).clamp(max=num_slots) - 1
-    # The slots of a block of queries follow one another: it is a block of the row.
-    query = slice(None) if slots is None else slots[::FLEX_BLOCK] // FLEX_BLOCK
-    first_query, last_query = first[query, None], last[query, None]
-    some = (first[None, :] <= last_query) & (ends.amax(1)[None, :] > first_query)
-    whole = (last[None, :] <= first_query) & (ends.amin(1)[None, :] > last_query)
-    if window is not None:
-        whole = torch.zeros_like(whole)
-    partial = some & ~whole
-    # Both directions at once: BlockMask would derive the second with many small kernels.
-    params.cache[key] = BlockMask(
-        (num_queries, num_slots),
-        *_counts_and_indices(partial),
-        *_counts_and_indices(whole),
-        *_counts_and_indices(partial.T.contiguous()),
-        *_counts_and_indices(whole.T.contiguous()),
-        BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
-        mask_mod=mask_mod,
-    )
-    return params.cache[key]
-
-
-def _extended(array: torch.Tensor, length: int, value: int) -> torch.Tensor:
-    """Return an int32 copy of `length` entries, those beyond the array being `value`."""
-    return torch.nn.functional.pad(array.to(torch.int32), (0, length - array.shape[0]), value=value)
-
-
-def _counts_and_indices(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = blocks.sum(dim=1, dtype=torch.int32)
-    indices = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
-    return counts[None, None], indices[None, None]
-
-
-def allow_compilations() -> None:
-    """Raise the number of versions of one function that torch.compile keeps.
-
-    Past its limit it runs the function eagerly, and eager FlexAttention needs memory for every pair of slots.
-    """
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, MAX_COMPILATIONS)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, MAX_COMPILATIONS)
-
-
 @functools.cache
-def _compiled_flex_attention(dynamic: bool):
-    from torch.nn.attention.flex_attention import flex_attention
-
-    allow_compilations()
-    return torch.compile(flex_attention, dynamic=dynamic)
-
-
-@functools.cache
-def _has_flash_attention() -> bool:
-    """Whether FlashAttention-4's kernels, which FlexAttention can use, are installed."""
+def has_flash_attention() -> bool:
+    """Whether FlashAttention-4's kernels are installed."""
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
     except ImportError:
         return False
 
 
-def flex_backend(query_LHD: torch.Tensor) -> str:
-    """Return the kernels of FlexAttention that serve these queries.
+def gpu_kernels(query_LHD: torch.Tensor) -> str:
+    """Return the kernels that serve these queries on a GPU.
 
     Args:
         query_LHD: On the GPU.
 
     Returns:
-        "FLASH" (FlashAttention-4) where it is installed and can: 16-bit types on Hopper and later, heads of 64 or 128,
-        results that may differ in the last bit from run to run. Otherwise "TRITON".
+        "flash" (FlashAttention-4) where it is installed and can: 16-bit types on Hopper and later, heads of 64, 128 or
+        256, results that may differ in the last bit from run to run. Otherwise "triton" (FlexAttention).
     """
     is_fit = (
         query_LHD.dtype in (torch.bfloat16, torch.float16)
@@ -288,29 +206,42 @@ def flex_backend(query_LHD: torch.Tensor) -> str:
         and torch.cuda.get_device_capability(query_LHD.device)[0] >= 9
         and not torch.are_deterministic_algorithms_enabled()
     )
-    return "FLASH" if is_fit and _has_flash_attention() else "TRITON"
+    return "flash" if is_fit and has_flash_attention() else "triton"
 
 
-def bucket(num_slots: int) -> int:
-    """Return the length to which the FLASH kernels pad a row: each length is a compilation of its own.
-
-    Sixteen steps to each power of two, at least a block apart: 3 % more slots on average, for attention alone.
+def row_blocks(params: TreeParams, size: tuple[int, int], window: int | None) -> TreeBlocks:
+    """Return the blocks of a row that this rank's queries compute.
 
     Args:
-        num_slots: Slots of the row.
+        params: The row, on the device that will attend.
+        size: Queries and keys of a block.
+        window: Sliding window in positions, None for full attention.
+    """
+    slots = None if params.share is None else params.share.slots
+    return tree_blocks(params.subtree_end, params.position_ids, slots, size=size, window=window)
+
+
+def prepare_row(query_LHD: torch.Tensor, params: TreeParams, window: int | None) -> Callable[..., torch.Tensor]:
+    """Return the attention of a row's layers on the GPU.
+
+    Args:
+        query_LHD: Of one layer; the others' have the same type and size.
+        params: The row.
+        window: Sliding window in positions, None for full attention.
 
     Returns:
-        A multiple of FLEX_BLOCK, `num_slots` or more.
-
-    Example:
-        >>> [bucket(n) for n in (1, 128, 129, 4000, 4097, 16384, 16385)]
-        [128, 128, 256, 4096, 4352, 16384, 17408]
+        A function of query, key, value and `scale`, to `dense_tree_attention`'s result.
     """
-    step = max(FLEX_BLOCK, 1 << max(0, (num_slots - 1).bit_length() - 5))
-    return -(-num_slots // step) * step
+    if gpu_kernels(query_LHD) == "flash":
+        from hf_megapack.megatron.flash_attention import block_sizes, flash_attend, flash_mask
+
+        sizes = block_sizes(query_LHD.shape[-1])
+        blocks = {size: row_blocks(params, size, window) for size in set(sizes)}
+        return functools.partial(flash_attend, mask=flash_mask(blocks[sizes.forward], blocks[sizes.backward]))
+    return functools.partial(flex_attend, mask=block_mask(row_blocks(params, FLEX_BLOCKS, window)))
 
 
-def flex_tree_attention(
+def gpu_tree_attention(
     query_LHD: torch.Tensor,
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
@@ -319,33 +250,11 @@ def flex_tree_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attend on the GPU with FlexAttention. Arguments and result as `dense_tree_attention`."""
-    num_queries, num_slots, head_dim = query_LHD.shape[0], key_TGD.shape[0], query_LHD.shape[-1]
-    if head_dim < SMALLEST_FLEX_HEAD:
-        missing = SMALLEST_FLEX_HEAD - head_dim
-        query_LHD, key_TGD, value_TGD = (
-            torch.nn.functional.pad(x, (0, missing)) for x in (query_LHD, key_TGD, value_TGD)
-        )
-    is_flash = flex_backend(query_LHD) == "FLASH"
-    if is_flash:
-        lengths = bucket(num_queries), bucket(num_slots)
-        query_LHD = _pad_slots(query_LHD, lengths[0])
-        key_TGD, value_TGD = _pad_slots(key_TGD, lengths[1]), _pad_slots(value_TGD, lengths[1])
-    else:
-        lengths = num_queries, num_slots
-    output_HLD = _compiled_flex_attention(not is_flash)(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (query_LHD, key_TGD, value_TGD)),
-        block_mask=tree_block_mask(params, *lengths, window=window),
-        scale=scale,
-        enable_gqa=query_LHD.shape[1] != key_TGD.shape[1],
-        kernel_options={"BACKEND": "FLASH" if is_flash else "TRITON"},
-    )
-    return output_HLD.squeeze(0).transpose(0, 1)[:num_queries, :, :head_dim]
-
-
-def _pad_slots(tensor: torch.Tensor, num_slots: int) -> torch.Tensor:
-    missing = num_slots - tensor.shape[0]
-    return torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor
+    """Attend on the GPU, block by block. Arguments and result as `dense_tree_attention`."""
+    key = ("gpu", window, query_LHD.dtype)
+    if key not in params.cache:
+        params.cache[key] = prepare_row(query_LHD, params, window)
+    return params.cache[key](query_LHD, key_TGD, value_TGD, scale=scale)
 
 
 class TreeAttention(torch.nn.Module):
@@ -361,7 +270,7 @@ class TreeAttention(torch.nn.Module):
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.window = config.tree_windows[layer_number - 1]
 
-    # FlexAttention is compiled by itself, with shapes of its own.
+    # The kernels are compiled by themselves.
     @torch.compiler.disable
     def forward(
         self, query_LHD: torch.Tensor, key_LGD: torch.Tensor, value_LGD: torch.Tensor, params: TreeParams
@@ -382,5 +291,5 @@ class TreeAttention(torch.nn.Module):
             return fused_sequence_attention(query_LHD, key_LGD, value_LGD, params.sequences, **options).flatten(1)
         if params.share is not None:
             key_LGD, value_LGD = gather_keys_and_values(key_LGD, value_LGD, params.share)
-        attend = flex_tree_attention if query_LHD.is_cuda else host_tree_attention
+        attend = gpu_tree_attention if query_LHD.is_cuda else host_tree_attention
         return attend(query_LHD, key_LGD, value_LGD, params, **options).flatten(1)

@@ -88,7 +88,10 @@ class MegatronBackend:
             layout=self.layout,
             dtype=torch.bfloat16 if args.bf16 else torch.float32,
             options=ModelOptions(
-                recompute=args.recompute, fp8=args.fp8, overlap_shared_expert=args.moe_shared_expert_overlap
+                recompute=args.recompute,
+                fp8=args.fp8,
+                overlap_shared_expert=args.moe_shared_expert_overlap,
+                dispatcher=args.moe_token_dispatcher_type,
             ),
             seed=args.seed,
         )
@@ -185,10 +188,12 @@ class MegatronBackend:
         self._stacks.fill(wants_grad=wants_grad)
 
     def logits(self, row: PackedRow) -> torch.Tensor:
-        """Return the logits of every slot of a row, to look at or compare. A collective of the tensor-parallel ranks.
+        """Return the logits of every slot of a row, to look at or compare.
+
+        A collective of the ranks that share the weights of a layer or its experts.
 
         Args:
-            row: Any row.
+            row: Any row; ranks that share experts alone may have different ones.
 
         Returns:
             The model's dtype, shape (num_slots, vocab_size).
@@ -202,10 +207,19 @@ class MegatronBackend:
         self.model.eval()
         self._fill_stacks(wants_grad=False)
         with host_device(), torch.no_grad():
-            inputs = microbatch(
-                row, layout, num_loss_tokens=1, is_dummy=False, wants_logits=True, attention=self._attention
+            places = torch.tensor(layout.num_local_slots(row.input_ids.size), device=compute_device())
+            if layout.expert_size > 1:
+                dist.all_reduce(places, dist.ReduceOp.MAX, group=layout.expert_model_group)
+            input_ids, params = microbatch(
+                row,
+                layout,
+                num_loss_tokens=1,
+                is_dummy=False,
+                num_expert_places=int(places),
+                attention=self._attention,
             )
-            local = forward_row(self.model[0], *inputs)
+            params.wants_logits = True
+            local = forward_row(self.model[0], input_ids, params)
             parts = [torch.empty_like(local) for _ in range(layout.tensor_size)]
             dist.all_gather(parts, local.contiguous(), group=layout.tensor_group)
         return torch.cat(parts, dim=1)

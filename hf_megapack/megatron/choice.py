@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, PretrainedConfig
 
 from hf_megapack.errors import ConfigError
-from hf_megapack.megatron.attention import flex_backend
+from hf_megapack.megatron.attention import gpu_kernels
 from hf_megapack.megatron.families import family_of
 from hf_megapack.megatron.host import compute_device, has_gpu
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # By the kernels that tree attention would take: sizes of heads for which "thd" was measured to be faster on rows that
 # share nothing, without windows and without context parallelism.
-FASTER_HEAD_SIZES: dict[str, tuple[int, ...]] = {"FLASH": (), "TRITON": ()}
+FASTER_HEAD_SIZES: dict[str, tuple[int, ...]] = {"flash": (), "triton": ()}
 
 
 def choose_attention(
@@ -31,7 +31,7 @@ def choose_attention(
 
     Args:
         head_dim: Elements of a head.
-        tree_kernels: What `attention.flex_backend` says of the model's queries.
+        tree_kernels: What `attention.gpu_kernels` says of the model's queries.
         has_windows: Whether a layer sees a sliding window.
         context_parallel_size: Ranks that share each row.
     """
@@ -77,7 +77,7 @@ def resolve_attention(
         queries = torch.empty(0, 1, head_dim, dtype=torch.bfloat16, device=compute_device())
         chosen = choose_attention(
             head_dim=head_dim,
-            tree_kernels="TRITON" if args.full_determinism else flex_backend(queries),
+            tree_kernels="triton" if args.full_determinism else gpu_kernels(queries),
             has_windows=has_windows,
             context_parallel_size=args.context_parallel_size,
         )

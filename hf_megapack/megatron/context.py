@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_megapack.megatron.host import compute_device
+from hf_megapack.megatron.host import integers_on_device
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.packing.context import split_row, split_sequences
 
@@ -57,11 +57,10 @@ def share_row(
         slots = split_row(subtree_end, layout.context_size).slots
     else:
         slots = split_sequences(cu_seqlens, layout.context_size).slots
-    everyone, mine = torch.from_numpy(slots.ravel()), torch.from_numpy(slots[layout.context_rank])
     share = ContextShare(
-        slots=mine.to(compute_device()),
-        slots_by_rank=everyone.to(compute_device()),
-        place_of_slot=everyone.argsort().to(compute_device()),
+        slots=integers_on_device(slots[layout.context_rank]),
+        slots_by_rank=integers_on_device(slots.ravel()),
+        place_of_slot=integers_on_device(slots.ravel().argsort()),
         group=layout.context_group,
     )
     return slots[layout.context_rank], share

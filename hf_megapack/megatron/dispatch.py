@@ -3,7 +3,7 @@
 Megatron-Core's own dispatchers add a slot's results in whatever order a GPU's atomics take, and in the activations'
 type. Here rows are only gathered: a slot's results are summed in float32 in the order of its experts, forward and
 backward, so an update repeats to the bit. Without expert parallelism the host never waits for the device; with it once
-per layer, for the sizes of the all-to-all.
+per layer, for the sizes of the all-to-all. `gather` is the other way between ranks, for those who ask for it.
 
 Shapes: T slots of this rank, E experts of the model, K experts of a slot, D hidden size, N = T * K rows that this rank
 sends, M rows that it receives.
@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from hf_megapack.kernels.experts import sum_rows
+from hf_megapack.megatron.gather import GatheringDispatcher
 from hf_megapack.megatron.handoff import keep_transfers_eager
 from hf_megapack.megatron.lora_products import Origin, keep_origin, origin_of
 
@@ -208,4 +209,5 @@ def put_in_dispatchers(model: torch.nn.Module) -> None:
             if layer.config.moe_shared_expert_overlap:
                 keep_transfers_eager(layer.token_dispatcher)
             else:
-                layer.token_dispatcher = SortingDispatcher(layer.config, get_default_pg_collection())
+                kind = GatheringDispatcher if layer.config.gathers_slots else SortingDispatcher
+                layer.token_dispatcher = kind(layer.config, get_default_pg_collection())

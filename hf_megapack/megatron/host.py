@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -39,6 +40,22 @@ def has_gpu() -> bool:
 def compute_device() -> torch.device:
     """Return the device that holds the model on this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+
+
+def integers_on_device(array: np.ndarray, dtype: type[np.integer] = np.int64) -> torch.Tensor:
+    """Copy integers to the device that holds the model, in line with the work that is queued there.
+
+    A copy from memory that is not pinned would make the host wait until the device has done that work.
+
+    Args:
+        array: Integers of any width.
+        dtype: Of the copy.
+
+    Returns:
+        The array's shape.
+    """
+    tensor = torch.from_numpy(array.astype(dtype))
+    return tensor.pin_memory().to(compute_device(), non_blocking=True) if has_gpu() else tensor
 
 
 @contextlib.contextmanager

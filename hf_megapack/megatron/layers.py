@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hf_megapack.kernels.pointwise import HeadNorm, split_heads, swiglu
 from hf_megapack.megatron.attention import TreeAttention, TreeParams
 from hf_megapack.megatron.families import DenseFamily, ExpertSettings
+from hf_megapack.megatron.gather import GatheringLayer
 from hf_megapack.megatron.lora_products import Origin, keep_origin
 from hf_megapack.megatron.moe import put_in_experts
 
@@ -102,7 +103,9 @@ class TreeMLP(MLP):
         return self.linear_fc2(keep_origin(activation, Origin(swiglu, gate_up)) if self.is_recomputed else activation)
 
 
-def layer_spec(family: DenseFamily, *, fp8: bool, experts: ExpertSettings | None = None) -> ModuleSpec:
+def layer_spec(
+    family: DenseFamily, *, fp8: bool, experts: ExpertSettings | None = None, gathers_slots: bool = False
+) -> ModuleSpec:
     """Return the spec of one layer.
 
     Args:
@@ -110,6 +113,7 @@ def layer_spec(family: DenseFamily, *, fp8: bool, experts: ExpertSettings | None
         fp8: Whether linears are Transformer Engine's, which have FP8 products. Otherwise they are Megatron-Core's own:
             with frozen weights both compute the same two products, and `LoraLinear` joins its own to the latter.
         experts: The experts of the layer, None for a dense one.
+        gathers_slots: Whether ranks that share experts gather each other's slots.
     """
     num_experts = None if experts is None else experts.num_experts
     spec = get_gpt_layer_local_spec(num_experts, qk_layernorm=family.has_qk_norm, normalization="RMSNorm")
@@ -128,6 +132,8 @@ def layer_spec(family: DenseFamily, *, fp8: bool, experts: ExpertSettings | None
         layer.mlp = _mlp_spec(MLPSubmodules(linear_fc1=column, linear_fc2=row))
     else:
         put_in_experts(layer.mlp)
+        if gathers_slots:
+            spec.module = GatheringLayer
     return spec
 
 

@@ -21,10 +21,11 @@ from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from hf_megapack.errors import ConfigError
-from hf_megapack.megatron.attention import TreeParams, allow_compilations
+from hf_megapack.megatron.attention import TreeParams
 from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.dispatch import put_in_dispatchers
 from hf_megapack.megatron.families import DenseFamily
+from hf_megapack.megatron.flex_attention import allow_compilations
 from hf_megapack.megatron.host import compute_device, has_gpu, host_device
 from hf_megapack.megatron.layers import FrozenRMSNorm, layer_spec
 from hf_megapack.megatron.loss import LossTerms, frozen_head_loss
@@ -49,11 +50,13 @@ class ModelOptions:
         recompute: MegaPackConfig's field of this name.
         fp8: FP8 recipe of the linears, None for none.
         overlap_shared_expert: MegaPackConfig's `moe_shared_expert_overlap`.
+        dispatcher: MegaPackConfig's `moe_token_dispatcher_type`.
     """
 
     recompute: str = "off"
     fp8: str | None = None
     overlap_shared_expert: bool = False
+    dispatcher: str = "alltoall"
 
 
 class TreeGPTModel(GPTModel):
@@ -111,7 +114,8 @@ def transformer_config(
         options: How it computes.
 
     Returns:
-        The configuration, with each layer's sliding window in `tree_windows`.
+        The configuration, with each layer's sliding window in `tree_windows`, and in `gathers_slots` whether ranks that
+        share experts gather each other's slots.
     """
     heads = family.heads(config)
     _, rotary_factor = rotary_frequencies(config, heads.head_dim)
@@ -155,14 +159,20 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pipeline_size,
         virtual_pipeline_model_parallel_size=layout.num_chunks if is_interleaved else None,
         variable_seq_lengths=layout.pipeline_size > 1,
-        # Asked for together with variable lengths even where there are no experts; the only one for unequal rows.
+        # The only one that it takes together with variable lengths, experts or not; ours takes its place.
         moe_token_dispatcher_type="alltoall",
         # Batched, an interleaved pipeline would pair the shape of one microbatch with the tensor of another.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
-        **expert_options(family.experts(config), layout, overlap_shared_expert=options.overlap_shared_expert),
+        **expert_options(
+            family.experts(config),
+            layout,
+            overlap_shared_expert=options.overlap_shared_expert,
+            dispatcher=options.dispatcher,
+        ),
     )
     result.tree_windows = family.windows(config)
+    result.gathers_slots = options.dispatcher == "allgather" and layout.expert_size > 1
     return result
 
 
@@ -291,7 +301,12 @@ def _build_chunk(
     first = (chunk * layout.pipeline_size + layout.pipeline_rank) * num_layers
     experts, is_fp8 = family.experts(config), mcore_config.fp8 is not None
     specs = [
-        layer_spec(family, fp8=is_fp8, experts=experts if experts and experts.has_experts[layer] else None)
+        layer_spec(
+            family,
+            fp8=is_fp8,
+            experts=experts if experts and experts.has_experts[layer] else None,
+            gathers_slots=mcore_config.gathers_slots,
+        )
         for layer in range(first, first + num_layers)
     ]
     return TreeGPTModel(

@@ -72,7 +72,7 @@ def put_in_experts(mlp: Any) -> None:
 
 
 def expert_options(
-    settings: ExpertSettings | None, layout: ParallelLayout, *, overlap_shared_expert: bool
+    settings: ExpertSettings | None, layout: ParallelLayout, *, overlap_shared_expert: bool, dispatcher: str
 ) -> dict[str, Any]:
     """Return the fields of Megatron-Core's TransformerConfig that concern experts.
 
@@ -80,6 +80,7 @@ def expert_options(
         settings: The model's experts, None for a dense model.
         layout: Where this rank stands.
         overlap_shared_expert: Whether the shared expert runs on a stream of its own.
+        dispatcher: MegaPackConfig's `moe_token_dispatcher_type`.
 
     Raises:
         ConfigError: If there is no shared expert to overlap, or it cannot be.
@@ -87,8 +88,7 @@ def expert_options(
     overlap = {}
     if overlap_shared_expert:
         overlap = overlap_fields(
-            # Its steps are called by Megatron-Core's own dispatcher.
-            dispatcher="alltoall",
+            dispatcher=dispatcher,
             tensor_size=layout.tensor_size,
             has_shared_expert=settings is not None and settings.shared_size is not None,
         )

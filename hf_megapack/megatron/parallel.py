@@ -75,6 +75,21 @@ class ParallelLayout:
     expert_replica_group: dist.ProcessGroup
     expert_model_group: dist.ProcessGroup
 
+    @property
+    def expert_data_ranks(self) -> range:
+        """Data-parallel ranks of the processes that share the experts with this one, itself included."""
+        first = self.expert_replica_rank * self.expert_size
+        row_size = self.tensor_size * self.context_size
+        return range(first // row_size, (first + self.expert_size - 1) // row_size + 1)
+
+    def num_local_slots(self, num_slots: int) -> int:
+        """Return how many slots each of the ranks that share a row has between its matrix products.
+
+        Args:
+            num_slots: Slots of the row.
+        """
+        return num_slots // self.context_size // (self.tensor_size if self.sequence_parallel else 1)
+
 
 def join_world() -> None:
     """Join the launcher's process group, or make a world of one.

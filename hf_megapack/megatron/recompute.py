@@ -91,15 +91,17 @@ def _mlp_memory(config: TransformerConfig) -> _MlpMemory:
     if config.num_moe_experts is None:
         return dense
     # Each slot is so many rows; where the ranks of a tensor group hold parts of a row, these send their own.
-    copies, inner = config.moe_router_topk / config.tensor_model_parallel_size, config.moe_ffn_hidden_size
-    hidden, shared = config.hidden_size, config.moe_shared_expert_intermediate_size or 0
-    shared /= config.tensor_model_parallel_size
-    # Rows that came from other ranks are kept: to make them again would be to send them again.
-    came = hidden if config.expert_model_parallel_size > 1 else 0
+    split, ranks = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    copies, inner = config.moe_router_topk / split, config.moe_ffn_hidden_size
+    hidden, shared = config.hidden_size, (config.moe_shared_expert_intermediate_size or 0) / split
+    # What came from other ranks is kept, rows or the slots that they are made from: else it would be sent again.
+    came = (min(ranks / split, copies) if config.gathers_slots else copies) if ranks > 1 else 0
+    # Gathered slots, and the sums for them in float32: those that leave and those that come.
+    gathered = 5 * ranks / split if config.gathers_slots else 0
     sparse = _MlpMemory(
         kept=copies * (hidden + 3 * inner) + 3 * shared,
-        selective=copies * (came + 2 * inner) + 3 * shared,
-        transient=copies * (3 * hidden + 4 * inner) + 4 * shared,
+        selective=came * hidden + copies * 2 * inner + 3 * shared,
+        transient=copies * (3 * hidden + 4 * inner) + gathered * hidden + 4 * shared,
     )
     share = sum(config.moe_layer_freq) / len(config.moe_layer_freq)
     mixed = [share * a + (1 - share) * b for a, b in zip(sparse, dense, strict=True)]

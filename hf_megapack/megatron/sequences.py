@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hf_megapack.errors import BackendError
 from hf_megapack.megatron.context import ContextShare
-from hf_megapack.megatron.host import compute_device
+from hf_megapack.megatron.host import integers_on_device
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Sequences:
             share: What this rank holds of the row, None for all of it.
         """
         return cls(
-            cu_seqlens=torch.from_numpy(cu_seqlens).to(compute_device(), non_blocking=True),
+            cu_seqlens=integers_on_device(cu_seqlens, np.int32),
             longest=int(np.diff(cu_seqlens).max()),
             group=None if share is None else share.group,
         )

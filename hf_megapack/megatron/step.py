@@ -18,7 +18,7 @@ from hf_megapack.errors import DataError
 from hf_megapack.megatron.attention import TreeParams
 from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.context import share_row
-from hf_megapack.megatron.host import compute_device, host_device
+from hf_megapack.megatron.host import compute_device, host_device, integers_on_device
 from hf_megapack.megatron.loss import LossTerms
 from hf_megapack.megatron.model import TreeGPTModel
 from hf_megapack.megatron.parallel import ParallelLayout
@@ -31,17 +31,13 @@ from hf_megapack.packing import RankLayout, sequence_boundaries
 BUCKET_ELEMENTS = 2**26
 
 
-def _on_device(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array.astype(np.int64)).to(compute_device(), non_blocking=True)
-
-
 def microbatch(
     row: PackedRow,
     layout: ParallelLayout,
     *,
     num_loss_tokens: int,
     is_dummy: bool,
-    wants_logits: bool = False,
+    num_expert_places: int = 0,
     attention: Literal["tree", "thd"] = "tree",
 ) -> tuple[torch.Tensor, TreeParams]:
     """Move a row to the device.
@@ -51,7 +47,7 @@ def microbatch(
         layout: Where this rank stands.
         num_loss_tokens: Loss-bearing tokens of the whole update.
         is_dummy: Whether the row counts for nothing.
-        wants_logits: Whether logits are asked for instead of the loss.
+        num_expert_places: As in TreeParams.
         attention: "thd" attends within each sequence of the row, "tree" along its tree.
 
     Returns:
@@ -78,29 +74,32 @@ def microbatch(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        position_ids=_on_device(row.position_ids),
-        subtree_end=_on_device(row.subtree_end),
-        loss_slots=_on_device(learned),
-        loss_labels=_on_device(labels[learned]),
-        loss_counts=_on_device(weights[learned]),
+        position_ids=integers_on_device(row.position_ids),
+        subtree_end=integers_on_device(row.subtree_end),
+        loss_slots=integers_on_device(learned),
+        loss_labels=integers_on_device(labels[learned]),
+        loss_counts=integers_on_device(weights[learned]),
         loss_scale=1.0 / num_loss_tokens,
-        wants_logits=wants_logits,
         share=share,
+        num_expert_places=num_expert_places,
         sequences=None if cu_seqlens is None else Sequences.of(cu_seqlens, share),
     )
-    return _on_device(row.input_ids[slots]), params
+    return integers_on_device(row.input_ids[slots]), params
 
 
 def _microbatches(
     batch: PackedBatch, layout: ParallelLayout, attention: Literal["tree", "thd"]
 ) -> Iterator[tuple[torch.Tensor, TreeParams]]:
     schedule = batch.schedule
-    for index, is_dummy in zip(schedule.row_index[layout.data_rank], schedule.is_dummy[layout.data_rank], strict=True):
+    num_slots = np.array([row.input_ids.size for row in batch.rows])[schedule.row_index[layout.expert_data_ranks]]
+    indices, are_dummies = schedule.row_index[layout.data_rank], schedule.is_dummy[layout.data_rank]
+    for index, is_dummy, most in zip(indices, are_dummies, num_slots.max(axis=0), strict=True):
         yield microbatch(
             batch.rows[index],
             layout,
             num_loss_tokens=batch.num_loss_tokens,
             is_dummy=bool(is_dummy),
+            num_expert_places=layout.num_local_slots(int(most)),
             attention=attention,
         )
 

@@ -10,7 +10,9 @@ order, and the longest common prefix of a run is the smallest of its neighbours'
 their own forests without looking at a token again.
 """
 
+import operator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -219,11 +221,16 @@ def _cut_segments(
 
     A node of the split tree stands for a run of examples and the prefix that they share. Where that prefix is too short
     to be worth a segment, its parts start again from the same depth, so the short run is repeated in each of them.
+
+    Of two parts the one with more distinct prefixes comes first, so the trunk of a tree is one run of slots, with its
+    leaves behind it: blocks of attention are then seen whole or not at all, and few need a mask.
     """
     lengths = examples.lengths[order].tolist()
     tree = _split_tree(common)
     ends = _shared_ends(examples, order, common, tree) if examples.share_supervised else common
     segments: list[tuple[int, int, int, int, int]] = []
+    # Prefixes that the examples in front of each position have and those before them do not.
+    prefixes = list(accumulate(map(operator.sub, lengths, common), initial=0))
     stack = [(tree.root, 0, len(lengths), 0, -1)]
     while stack:
         node, first, stop, start, parent = stack.pop()
@@ -235,8 +242,10 @@ def _cut_segments(
             end = _best_cut(tree, ends, node, start, min_shared_tokens)
             segments.append((start, end, parent, first, stop))
             start, parent = end, len(segments) - 1
-        stack.append((tree.right[node], node, stop, start, parent))
-        stack.append((tree.left[node], first, node, start, parent))
+        left, right = (tree.left[node], first, node, start, parent), (tree.right[node], node, stop, start, parent)
+        size_left = prefixes[node] - prefixes[first] + common[first]
+        size_right = prefixes[stop] - prefixes[node] + common[node]
+        stack += (left, right) if size_right > size_left else (right, left)
     return segments
 
 

@@ -20,6 +20,7 @@ def backend_args(**options) -> SimpleNamespace:
         "fp8": None,
         "torch_compile": False,
         "moe_shared_expert_overlap": False,
+        "moe_token_dispatcher_type": "alltoall",
     }
     assert set(options) <= set(defaults)
     return SimpleNamespace(**(defaults | options))

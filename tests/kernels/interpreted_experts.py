@@ -44,8 +44,20 @@ def test_sums_of_rows(num_slots, num_summands, num_channels, dtype):
     index = torch.randperm(num_slots * num_summands, generator=torch.Generator().manual_seed(3))
     index = index.view(num_slots, num_summands)
     expected = rows.double()[index].sum(dim=1)
-    assert_close(fused_experts.sums_of_rows(rows, index), expected, BOUNDS[dtype])
+    assert_close(fused_experts.sums_of_rows(rows, index, dtype), expected, BOUNDS[dtype])
     assert_close(experts.sum_rows(rows, index), expected, BOUNDS[dtype])
+
+
+@DTYPES
+def test_sums_of_fewer_rows_than_there_is_room_for(dtype):
+    """In float32 whatever the rows are; the last slot has none."""
+    rows, index = random(5, 33, dtype=dtype), torch.tensor([[0, -1, 4], [-1, -1, 2], [1, 3, 0], [-1, -1, -1]])
+    expected = torch.stack([rows.double()[[row for row in slot if row >= 0]].sum(dim=0) for slot in index.tolist()])
+    for sums in (fused_experts.sums_of_rows, experts.sum_rows):
+        ours = sums(rows, index, torch.float32)
+        assert ours.dtype == torch.float32
+        assert_close(ours, expected, BOUNDS[torch.float32])
+    assert torch.equal(experts.sum_rows(rows[:0], index, torch.float32), torch.zeros(4, 33))
 
 
 # The interpreter takes the bits of bfloat16 for numbers in a dot; float16 stands for both.

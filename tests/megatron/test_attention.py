@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from hf_megapack.megatron.attention import (
-    FLEX_BLOCK,
     HOST_BLOCK,
     TreeParams,
-    bucket,
     dense_tree_attention,
     host_tree_attention,
-    tree_block_mask,
+    row_blocks,
     visible,
 )
 from hf_megapack.megatron.context import ContextShare
+from hf_megapack.megatron.flex_attention import block_mask
 from hf_megapack.packing import split_row
 
 
@@ -89,48 +88,46 @@ def test_a_slot_sees_its_ancestors_and_itself_only():
     assert visible(slots, slots, row, 2).int()[5].tolist() == [0, 0, 1, 0, 0, 1]
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("size", [(128, 128), (128, 64), (192, 128)])
+@pytest.mark.parametrize("window", [None, 50, 400])
 @pytest.mark.parametrize(("num_slots", "longest"), [(60, 40), (128, 40), (500, 40), (1000, 600)])
-def test_block_mask_computes_every_visible_pair_and_skips_the_mask_only_where_all_is_visible(
-    num_slots, longest, window
-):
+def test_blocks_hold_every_visible_pair_and_skip_the_mask_only_where_all_is_visible(num_slots, longest, window, size):
     row = random_row(num_slots, seed=num_slots + 1, longest=longest)
     slots = torch.arange(num_slots)
-    num_whole = assert_mask_computes(
-        tree_block_mask(row, num_slots, num_slots, window=window), visible(slots, slots, row, window)
-    )
-    assert (num_whole > 0) == (longest == 600 and window is None)
+    blocks = row_blocks(row, size, window)
+    num_whole = assert_blocks_compute(blocks, visible(slots, slots, row, window))
+    assert (num_whole > 0) == (longest == 600 and window != 50)
+
+
+def test_a_window_leaves_out_the_blocks_that_are_too_far():
+    """One sequence of eight blocks, of which each slot sees the block before and its own at most."""
+    row = TreeParams(position_ids=torch.arange(1024), subtree_end=torch.full((1024,), 1024))
+    blocks = row_blocks(row, (128, 128), 128)
+    assert torch.equal(blocks.partial, torch.ones(8, 8).triu(-1).tril().bool())
+    assert not blocks.whole.any()
+    # 385 positions: the two blocks between are seen whole.
+    assert row_blocks(row, (128, 128), 385).whole.sum() == 7 + 6
+
+
+@pytest.mark.parametrize("size", [(128, 128), (128, 64), (192, 128)])
+@pytest.mark.parametrize("window", [None, 50, 400])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_blocks_of_a_shared_row_are_those_of_the_ranks_own_slots(rank, window, size):
+    row = shared_with(random_row(1024, seed=5, longest=600), 2, rank)
+    seen = visible(row.share.slots, torch.arange(1024), row, window)
+    assert_blocks_compute(row_blocks(row, size, window), seen)
 
 
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_block_mask_of_a_shared_row_is_that_of_the_ranks_own_slots(rank, window):
-    row = shared_with(random_row(1024, seed=5, longest=600), 2, rank)
-    seen = visible(row.share.slots, torch.arange(1024), row, window)
-    assert_mask_computes(tree_block_mask(row, 512, 1024, window=window), seen)
-
-
-def test_padded_lengths_are_few_and_little_longer():
-    lengths = np.random.default_rng(0).integers(1, 70_000, 2_000)
-    padded = np.array([bucket(int(n)) for n in lengths])
-    assert ((padded >= lengths) & (padded % FLEX_BLOCK == 0)).all()
-    assert (padded - lengths < np.maximum(FLEX_BLOCK, lengths / 16 + 1)).all()
-    # Fifty rows of 16K slots at most are a dozen lengths or so.
-    assert len({bucket(int(n)) for n in np.linspace(9_000, 16_384, 50)}) <= 16
-
-
-@pytest.mark.parametrize("num_slots", [60, 500, 1000])
-def test_block_mask_of_a_padded_row_shows_the_padding_to_nobody(num_slots):
-    row, padded = random_row(num_slots, seed=num_slots, longest=600), bucket(num_slots)
-    mask = tree_block_mask(row, padded, padded, window=None)
-    slots = torch.arange(padded)
-    beyond = padded - num_slots
-    end = torch.cat((row.subtree_end, torch.full((beyond,), padded)))
-    seen = visible(slots, slots, TreeParams(subtree_end=end), None)
-    assert beyond
-    assert not seen[:num_slots, num_slots:].any()
-    assert not seen[num_slots:, :num_slots].any()
-    assert_mask_computes(mask, seen)
+def test_the_mask_of_flex_attention_shows_what_is_visible(window):
+    row = random_row(500, seed=2)
+    mask, slots = block_mask(row_blocks(row, (128, 128), window)), torch.arange(500)
+    seen = mask.mask_mod(None, None, slots[:, None], slots[None, :])
+    assert torch.equal(seen, visible(slots, slots, row, window))
+    shared = shared_with(random_row(512, seed=2), 2, 1)
+    mask, slots = block_mask(row_blocks(shared, (128, 128), window)), torch.arange(512)
+    seen = mask.mask_mod(None, None, torch.arange(256)[:, None], slots[None, :])
+    assert torch.equal(seen, visible(shared.share.slots, slots, shared, window))
 
 
 @pytest.mark.parametrize("attend", [dense_tree_attention, host_tree_attention])
@@ -148,20 +145,23 @@ def test_ranks_that_share_a_row_attend_as_one_does(attend, window):
         torch.testing.assert_close(ours, whole[slots], rtol=1e-5, atol=1e-6)
 
 
-def assert_mask_computes(mask, seen: torch.Tensor) -> int:
-    """Check that a block mask computes exactly the visible pairs; return how many blocks it computes unmasked."""
-    size = 128
+def assert_blocks_compute(blocks, seen: torch.Tensor) -> int:
+    """Check that a row's blocks compute exactly the visible pairs; return how many they compute unmasked."""
     computed = torch.zeros_like(seen)
-    num_whole = 0
-    for counts, indices, is_whole in (
-        (mask.kv_num_blocks, mask.kv_indices, False),
-        (mask.full_kv_num_blocks, mask.full_kv_indices, True),
-    ):
+    partial, partial_indices, whole, whole_indices = blocks.by_query()
+    for counts, indices, is_whole in ((partial, partial_indices, False), (whole, whole_indices, True)):
         for block in range(counts.shape[-1]):
-            for key_block in indices[0, 0, block, : counts[0, 0, block]].tolist():
-                queries = slice(block * size, (block + 1) * size)
-                keys = slice(key_block * size, (key_block + 1) * size)
-                num_whole += is_whole
+            key_blocks = indices[0, 0, block, : counts[0, 0, block]].tolist()
+            assert key_blocks == sorted(key_blocks)
+            for key_block in key_blocks:
+                queries = slice(block * blocks.size[0], (block + 1) * blocks.size[0])
+                keys = slice(key_block * blocks.size[1], (key_block + 1) * blocks.size[1])
                 computed[queries, keys] = True if is_whole else seen[queries, keys]
     assert torch.equal(computed, seen)
-    return num_whole
+    by_key = blocks.by_key()
+    assert torch.equal(by_key[0][0, 0], blocks.partial.sum(0))
+    assert torch.equal(by_key[2][0, 0], blocks.whole.sum(0))
+    first = [indices[0, 0, 0, : counts[0, 0, 0]] for counts, indices in (by_key[:2], by_key[2:])]
+    assert torch.equal(first[0], blocks.partial[:, 0].nonzero()[:, 0])
+    assert torch.equal(first[1], blocks.whole[:, 0].nonzero()[:, 0])
+    return int(whole.sum())

@@ -91,6 +91,9 @@ SIGNATURES = [
     (TopKRouter._apply_expert_bias, "routing_map padding_mask"),
     (TopKRouter.routing, "logits padding_mask"),
     (MoETokenDispatcher.__init__, "config pg_collection"),
+    (TransformerLayer._forward_attention, "hidden_states packed_seq_params"),
+    (parallel_state.get_expert_model_parallel_group, ""),
+    (MoETokenDispatcher.dispatch_preprocess, "tokens routing_map probs"),
     (MoETokenDispatcher.token_dispatch, "hidden_states probs"),
     (MoETokenDispatcher.dispatch_postprocess, "hidden_states probs"),
     (MoETokenDispatcher.combine_preprocess, "hidden_states"),
@@ -197,6 +200,14 @@ def test_a_layer_hands_its_norms_results_on_as_they_are():
 def test_a_block_recomputes_as_many_layers_as_the_config_says_at_the_time():
     block = inspect.getsource(TransformerBlock) + inspect.getsource(sys.modules[TransformerBlock.__module__])
     assert "recompute_granularity == 'full' and self.training" in block
+
+
+def test_layers_are_given_the_row_by_name():
+    """`GatheringLayer` reads it and hands it on; both when a layer runs and when it runs again."""
+    assert get_gpt_layer_local_spec(4, normalization="RMSNorm").module is TransformerLayer
+    block = inspect.getsource(TransformerBlock) + inspect.getsource(sys.modules[TransformerBlock.__module__])
+    assert block.count("packed_seq_params=packed_seq_params") >= 2
+    assert "self._forward_attention(*args, **kwargs)" in inspect.getsource(TransformerLayer.forward)
 
 
 def test_a_pipeline_asks_for_nothing_of_cuda_that_has_no_stand_in():

@@ -1,11 +1,13 @@
-"""What differs on a GPU: FlexAttention's kernels and the device of everything else."""
+"""What differs on a GPU: attention's kernels and the device of everything else."""
+
+import dataclasses
 
 import pytest
 import torch
 from transformers import Qwen3Config
 
 from hf_megapack.data.collator import PrefixTreeCollator
-from hf_megapack.megatron.attention import dense_tree_attention, flex_tree_attention
+from hf_megapack.megatron import attention
 from hf_megapack.megatron.backend import MegatronBackend
 from hf_megapack.megatron.recompute import Choice, LayerMemory, RecomputePolicy
 from hf_megapack.megatron.step import forward_row, microbatch
@@ -18,24 +20,65 @@ from tests.helpers.reference_model import (
     reference_step,
     save_random_model,
 )
-from tests.megatron.test_attention import random_row
+from tests.megatron.test_attention import random_row, shared_with
 from tests.megatron.test_parity import PEFT_CONFIG, conversation_examples
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("num_slots", [128, 1000, 3333])
-def test_flex_attention_equals_its_twin_in_values_and_gradients(num_slots, dtype, bound, window):
+@pytest.mark.parametrize(("kernels", "head_dim"), [("triton", 64), ("flash", 64), ("flash", 128), ("flash", 256)])
+@pytest.mark.parametrize("num_slots", [60, 128, 1000, 3333])
+def test_attention_equals_its_twin_in_values_and_gradients(num_slots, kernels, head_dim, window, monkeypatch):
+    if kernels == "flash" and not attention.has_flash_attention():
+        pytest.skip("flash-attn-4 is not installed")
+    monkeypatch.setattr(attention, "gpu_kernels", lambda query: kernels)
     row = random_row(num_slots, seed=num_slots, longest=600)
     row.position_ids, row.subtree_end = row.position_ids.cuda(), row.subtree_end.cuda()
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = ((num_slots, 8, 64), (num_slots, 2, 64), (num_slots, 2, 64))
+    for dtype, bound in ((torch.bfloat16, 2e-2), *([(torch.float32, 1e-4)] if kernels == "triton" else [])):
+        assert_like_its_twin(row, head_dim, dtype, bound, window)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "flash"])
+@pytest.mark.parametrize("window", [None, 300])
+def test_attention_of_a_shared_row_equals_its_twin(kernels, window, monkeypatch):
+    if kernels == "flash" and not attention.has_flash_attention():
+        pytest.skip("flash-attn-4 is not installed")
+    monkeypatch.setattr(attention, "gpu_kernels", lambda query: kernels)
+    for rank in range(2):
+        row = shared_with(random_row(1536, seed=1, longest=600), 2, rank)
+        row.position_ids, row.subtree_end = row.position_ids.cuda(), row.subtree_end.cuda()
+        row.share = dataclasses.replace(row.share, slots=row.share.slots.cuda())
+        assert_like_its_twin(row, 64, torch.bfloat16, 2e-2, window)
+
+
+def test_attention_compiles_nothing_for_another_length(monkeypatch):
+    if not attention.has_flash_attention():
+        pytest.skip("flash-attn-4 is not installed")
+    from flash_attn.cute import interface
+
+    caches = [interface._flash_attn_fwd.compile_cache.cache, interface._flash_attn_bwd.compile_cache.cache]
+    compiled = []
+    for num_slots in (700, 1000, 1100, 3333):
+        row = random_row(num_slots, seed=num_slots, longest=600)
+        row.position_ids, row.subtree_end = row.position_ids.cuda(), row.subtree_end.cuda()
+        assert_like_its_twin(row, 64, torch.bfloat16, 2e-2, None)
+        compiled.append([len(cache) for cache in caches])
+    assert compiled[0][0] > 0
+    assert compiled[1:] == compiled[:-1]
+
+
+def assert_like_its_twin(row, head_dim, dtype, bound, window):
+    generator, num_queries = torch.Generator("cuda").manual_seed(0), row.local_positions.numel()
+    num_slots = row.subtree_end.numel()
+    shapes = ((num_queries, 8, head_dim), (num_slots, 2, head_dim), (num_slots, 2, head_dim))
     qkv = [torch.randn(s, generator=generator, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
     weights = torch.randn(shapes[0], generator=generator, device="cuda", dtype=dtype)
     results = []
-    for attend, inputs in ((flex_tree_attention, qkv), (dense_tree_attention, [x.double() for x in qkv])):
+    for attend, inputs in (
+        (attention.gpu_tree_attention, qkv),
+        (attention.dense_tree_attention, [x.double() for x in qkv]),
+    ):
         output = attend(*inputs, row, scale=0.125, window=window)
         results.append((output, *torch.autograd.grad((output * weights).sum(), qkv)))
     for ours, twin in zip(*results, strict=True):

@@ -1,5 +1,6 @@
 """Experts on a GPU: grouped and Triton kernels against the loops, models against transformers, two GPUs against one."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ from tests.helpers.backend_args import backend_args
 from tests.helpers.moe_reference import MOE_CONFIGS, MoeReference, save_moe_model
 from tests.helpers.reference_model import mape, random_adapter
 from tests.helpers.spawn import run_ranks
-from tests.megatron.test_layouts import examples
+from tests.megatron.test_gather import compare_dispatchers, sum_many_ones
+from tests.megatron.test_layouts import examples, pack
 from tests.megatron.test_moe import PEFT_CONFIG
 from tests.megatron.test_moe_layouts import LAYOUTS, run_layouts, visit
 
@@ -67,6 +69,12 @@ def test_activation_and_sums_equal_plain_pytorch(dtype):
     rows = random(4000, 2048, seed=3).to(dtype)
     expected = torch.zeros(500, 2048, dtype=torch.float64, device="cuda").index_add_(0, plan.slot_of_row, rows.double())
     assert_close(_SumRows.apply(rows, plan), expected, bound)
+    # Every other row belongs to another rank.
+    index = plan.rows_of_slot.where(plan.rows_of_slot % 2 == 0, -1)
+    expected = (rows.double() * (torch.arange(4000, device="cuda") % 2 == 0)[:, None])[plan.rows_of_slot].sum(dim=1)
+    partial = pointwise.sum_rows(rows, index, torch.float32)
+    assert partial.dtype == torch.float32
+    assert_close(partial, expected, 1e-6)
 
 
 @pytest.mark.gpu
@@ -127,6 +135,45 @@ def test_an_update_in_bfloat16_repeats_to_the_bit(tmp_path):
     experts = [key for key in runs[0][1] if ".experts." in key]
     assert experts
     assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in experts)
+
+
+@pytest.mark.multi_gpu(2)
+def test_both_dispatchers_of_two_gpus_compute_what_one_computes():
+    run_ranks(compare_dispatchers, 2, 2)
+    run_ranks(sum_many_ones, 2)
+
+
+def gather_in_bfloat16(rank: int, folder: Path) -> None:
+    """Compare an update with itself, and in float32 with that of the other dispatcher; four experts for each slot."""
+    for recompute in ("off", "selective"):
+        seen = {}
+        for bf16, kind, run in (
+            (True, "allgather", 0),
+            (True, "allgather", 1),
+            (False, "alltoall", 0),
+            (False, "allgather", 0),
+        ):
+            args = backend_args(bf16=bf16, expert_parallel_size=2, moe_token_dispatcher_type=kind, recompute=recompute)
+            backend = MegatronBackend(str(folder), args, PEFT_CONFIG)
+            backend.load_adapter(random_adapter(backend.adapter_state(), std=0.1))
+            result = backend.run_step(pack(backend, args, examples()))
+            seen[bf16, kind, run] = result.loss, {key: p.grad.clone() for key, p in backend.parameters.items()}
+            backend.close()
+        (loss, gradients), (again, repeated) = seen[True, "allgather", 0], seen[True, "allgather", 1]
+        assert loss == again
+        experts = [key for key in gradients if ".experts." in key]
+        assert experts
+        assert all(torch.equal(gradients[key], repeated[key]) for key in experts)
+        (loss, gradients), (expected, others) = seen[False, "allgather", 0], seen[False, "alltoall", 0]
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert loss == pytest.approx(again, rel=2e-2)
+        assert max(mape(gradients[key].cpu(), others[key].cpu()) for key in gradients) < 0.1
+
+
+@pytest.mark.multi_gpu(2)
+def test_two_gpus_that_gather_repeat_an_update_to_the_bit_and_compute_that_of_the_all_to_all(tmp_path):
+    save_moe_model(MOE_CONFIGS["glm4_moe_groups"](), tmp_path)
+    run_ranks(gather_in_bfloat16, 2, tmp_path, timeout_seconds=500)
 
 
 @pytest.mark.multi_gpu(2)

@@ -5,10 +5,19 @@ As in test_layouts.py: the ranks of a world size visit one layout after the othe
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 
+import hf_megapack.megatron  # noqa: F401 (the quiet import comes first)
+
+# isort: split
+from megatron.core.parallel_state import get_expert_model_parallel_group
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import ConfigError
 from hf_megapack.megatron import shards, step
 from hf_megapack.megatron.backend import MegatronBackend
@@ -16,7 +25,7 @@ from tests.helpers.backend_args import backend_args
 from tests.helpers.moe_reference import MOE_CONFIGS, save_moe_model
 from tests.helpers.reference_model import mape, random_adapter
 from tests.helpers.spawn import LayoutRuns
-from tests.megatron.test_layouts import examples, make_optimizer, one_step, train
+from tests.megatron.test_layouts import examples, make_optimizer, one_step, pack, train
 
 LOSS_BOUND = 1e-6
 GRADIENT_BOUND_PERCENT = 0.001
@@ -24,6 +33,7 @@ NUM_STEPS, HANDED_OVER = 5, 3
 SEQUENCE = {"tensor_parallel_size": 2, "sequence_parallel": True}
 PIPELINE, CONTEXT = {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
 EXPERTS = {"expert_parallel_size": 2}
+GATHER, GATHER_OF_4 = ({"expert_parallel_size": e, "moe_token_dispatcher_type": "allgather"} for e in (2, 4))
 LAYOUTS = {
     2: {
         "DP2": {},
@@ -32,6 +42,9 @@ LAYOUTS = {
         "TP2+SP, EP2": SEQUENCE | EXPERTS,
         "CP2, EP2": CONTEXT | EXPERTS,
         "PP2": PIPELINE,
+        "DP2, EP2 gathered": GATHER,
+        "TP2+SP, EP2 gathered": SEQUENCE | GATHER,
+        "CP2, EP2 gathered": CONTEXT | GATHER,
     },
     4: {
         "DP4, EP2": EXPERTS,
@@ -42,6 +55,11 @@ LAYOUTS = {
         "TP2+SPxPP2xVPP2, EP2": SEQUENCE | PIPELINE | EXPERTS | {"virtual_pipeline_parallel_size": 2},
         "DP2xCP2, EP2": CONTEXT | EXPERTS,
         "CP2xTP2+SP, EP4": CONTEXT | SEQUENCE | {"expert_parallel_size": 4},
+        "DP4, EP2 gathered": GATHER,
+        "DP4, EP4 gathered": GATHER_OF_4,
+        "DP2xTP2+SP, EP4 gathered": SEQUENCE | GATHER_OF_4,
+        "DP2xPP2, EP2 gathered": PIPELINE | GATHER,
+        "TP2+SPxPP2xVPP2, EP2 gathered": SEQUENCE | PIPELINE | GATHER | {"virtual_pipeline_parallel_size": 2},
     },
 }
 ALL = [name for layouts in LAYOUTS.values() for name in layouts]
@@ -55,6 +73,14 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
     backend = MegatronBackend(str(folder), args, WHOLE)
     seen["initial"] = backend.adapter_state()
     backend.load_adapter(random_adapter(seen["initial"], std=0.1))
+    dispatchers = {type(m.token_dispatcher).__name__ for m in backend.model.modules() if isinstance(m, MoELayer)}
+    gathers = args.moe_token_dispatcher_type == "allgather"
+    assert dispatchers == {"GatheringDispatcher" if gathers else "SortingDispatcher"}
+    seen["data ranks"] = {backend.layout.rank: backend.layout.data_rank}, [*backend.layout.expert_data_ranks]
+    seen["expert ranks"] = dist.get_process_group_ranks(get_expert_model_parallel_group())
+    if args.pipeline_parallel_size * args.context_parallel_size == 1:
+        rows = pack(backend, args, examples()).rows
+        seen["logits"] = backend.logits(rows[backend.layout.data_rank % len(rows)])
     seen["step"] = one_step(backend, args, examples())
     # One example: every other data-parallel rank runs a dummy, and its tokens pass through this rank's experts.
     seen["single"] = one_step(backend, args, examples()[:1])
@@ -156,6 +182,28 @@ def test_ranks_that_hold_the_same_factor_hold_the_same_bits(seen, name):
             copies.setdefault((key, part), []).append(value)
     assert any(len(values) > 1 for values in copies.values()) or name == "PP2"
     assert all(torch.equal(value, values[0]) for values in copies.values() for value in values)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ranks_know_which_rows_the_ranks_run_that_share_their_experts(seen, name):
+    data_rank = {rank: index for ranks in seen[name] for rank, index in ranks["data ranks"][0].items()}
+    for rank in seen[name]:
+        assert rank["data ranks"][1] == sorted({data_rank[other] for other in rank["expert ranks"]})
+
+
+@pytest.mark.parametrize("name", ["DP2, EP2", "DP4, EP4", "DP2xTP2+SP, EP4"])
+def test_logits_of_rows_of_different_lengths_do_not_depend_on_the_dispatcher(seen, name):
+    sent, gathered = ([rank["logits"] for rank in seen[name + kind]] for kind in ("", " gathered"))
+    torch.testing.assert_close(gathered, sent, rtol=1e-5, atol=1e-6)
+    assert len({len(logits) for logits in gathered}) > 1
+
+
+def test_ranks_that_gather_run_rows_of_different_lengths():
+    """Else nothing would show that shorter ones are told apart from what fills them up."""
+    collator = PrefixTreeCollator(packed_sequence_length=450, data_parallel_size=2)
+    batch = collator(examples())
+    lengths = np.array([row.input_ids.size for row in batch.rows])[batch.schedule.row_index]
+    assert (lengths[0] != lengths[1]).any()
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -39,6 +39,7 @@ def test_a_layer_with_experts_keeps_rows_for_each_chosen_expert():
         "moe_shared_expert_intermediate_size": 5,
         "moe_layer_freq": [0, 1, 1, 1],
         "expert_model_parallel_size": 1,
+        "gathers_slots": False,
     }
     attention = 2 * 10 + 2 * (8 + 2 * 4) + 8
     sparse, dense = 2 * 2 * 7 + 3 * 5, 2 * 100
@@ -49,6 +50,13 @@ def test_a_layer_with_experts_keeps_rows_for_each_chosen_expert():
     split = LayerMemory.of(SimpleNamespace(**fields | {"expert_model_parallel_size": 2}))
     assert split.selective == int(2 * (attention + 0.75 * (sparse + 2 * 10) + 0.25 * dense))
     assert split.kept == memory.kept
+    # Gathered slots are kept instead where they are fewer: two for each of these, which go to three experts.
+    fields |= {"expert_model_parallel_size": 2, "moe_router_topk": 3, "ffn_hidden_size": 1}
+    sent, gathered = (LayerMemory.of(SimpleNamespace(**fields | {"gathers_slots": flag})) for flag in (False, True))
+    assert sent.selective - gathered.selective == int(2 * 0.75 * (3 - 2) * 10)
+    assert sent.kept == gathered.kept
+    # Gathered slots, and twice as much in float32 for the sums that leave and for those that come.
+    assert gathered.transient - sent.transient == (2 * (1 + 2 + 2) * 2 * 10)
 
 
 @pytest.mark.parametrize(("expert_size", "expected"), [(1, [0, 4]), (2, [4, 4])])

@@ -182,7 +182,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(choice, "flex_backend", lambda queries: "FLASH")
+    monkeypatch.setattr(choice, "gpu_kernels", lambda queries: "flash")
     return monkeypatch
 
 
@@ -228,7 +228,7 @@ def test_thd_is_refused_by_name_where_it_cannot_run(on_gpu, tmp_path, options, m
     with pytest.raises(ConfigError, match=f"^attention='thd' .*{message}.* Use attention='tree'"):
         resolve(args, model)
     args.attention = "auto"
-    on_gpu.setattr(choice, "FASTER_HEAD_SIZES", {"FLASH": (12, 16), "TRITON": (12, 16)})
+    on_gpu.setattr(choice, "FASTER_HEAD_SIZES", {"flash": (12, 16), "triton": (12, 16)})
     assert resolve(args, model) == "tree"
 
 
@@ -248,13 +248,13 @@ def test_thd_with_a_collator_that_shares_is_refused(on_gpu, tmp_path):
 
 def test_auto_takes_thd_only_where_it_was_measured_to_be_faster(on_gpu, tmp_path):
     args = arguments(tmp_path, bf16=True)
-    on_gpu.setattr(choice, "FASTER_HEAD_SIZES", {"FLASH": (), "TRITON": (16,)})
+    on_gpu.setattr(choice, "FASTER_HEAD_SIZES", {"flash": (), "triton": (16,)})
     assert resolve(args) == "tree"
-    on_gpu.setattr(choice, "flex_backend", lambda queries: "TRITON")
+    on_gpu.setattr(choice, "gpu_kernels", lambda queries: "triton")
     assert resolve(args) == "thd"
     assert resolve(args, "llama") == "tree", "another size of heads"
     on_gpu.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    on_gpu.setattr(choice, "flex_backend", lambda queries: "FLASH")
+    on_gpu.setattr(choice, "gpu_kernels", lambda queries: "flash")
     args.full_determinism = True
     assert resolve(args) == "thd", "repeatable tree attention takes Triton's kernels"
     on_gpu.setattr(choice, "_on_all_ranks", lambda claim: False)
@@ -263,8 +263,8 @@ def test_auto_takes_thd_only_where_it_was_measured_to_be_faster(on_gpu, tmp_path
 
 @pytest.mark.parametrize(("context", "windows"), [(2, False), (1, True), (2, True)])
 def test_what_was_not_measured_stays_with_the_tree(monkeypatch, context, windows):
-    monkeypatch.setattr(choice, "FASTER_HEAD_SIZES", {"FLASH": (128,), "TRITON": ()})
-    known = {"head_dim": 128, "tree_kernels": "FLASH"}
+    monkeypatch.setattr(choice, "FASTER_HEAD_SIZES", {"flash": (128,), "triton": ()})
+    known = {"head_dim": 128, "tree_kernels": "flash"}
     assert choice.choose_attention(**known, has_windows=False, context_parallel_size=1) == "thd"
     assert choice.choose_attention(**known, has_windows=windows, context_parallel_size=context) == "tree"
 

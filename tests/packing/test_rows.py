@@ -51,16 +51,31 @@ def test_a_small_row_slot_by_slot():
     """1 2 3 | 4 learned after them, 5 6 learned after them: the run 1 2 is shared, 3 predicts and stays private."""
     examples = [([1, 2, 3, 4], [0, 0, 0, 1]), ([1, 2, 3, 5, 6], [0, 0, 0, 1, 1])]
     (row,) = pack(examples, 100, min_shared_tokens=2, alignment=Alignment(packed_multiple=5))
-    assert row.input_ids.tolist() == [1, 2, 3, 4, 3, 5, 6, PAD, PAD, PAD]
-    assert row.position_ids.tolist() == [0, 1, 2, 3, 2, 3, 4, 0, 1, 2]
-    assert row.labels.tolist() == [-100, -100, 4, -100, 5, 6, -100, -100, -100, -100]
-    assert row.loss_weights.tolist() == [0, 0, 1, 0, 1, 1, 0, 0, 0, 0]
-    assert row.subtree_end.tolist() == [7, 7, 4, 4, 7, 7, 7, 10, 10, 10]
+    assert row.input_ids.tolist() == [1, 2, 3, 5, 6, 3, 4, PAD, PAD, PAD]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 1, 2]
+    assert row.labels.tolist() == [-100, -100, 5, 6, -100, 4, -100, -100, -100, -100]
+    assert row.loss_weights.tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0]
+    assert row.subtree_end.tolist() == [7, 7, 5, 5, 5, 7, 7, 10, 10, 10]
     assert row.num_padding_slots == 3
-    assert seen_by(row).sum(axis=1).tolist() == [1, 2, 3, 4, 3, 4, 5, 1, 2, 3]
+    assert seen_by(row).sum(axis=1).tolist() == [1, 2, 3, 4, 5, 3, 4, 1, 2, 3]
     table = row.segments
-    assert (table.start.tolist(), table.end.tolist(), table.parent.tolist()) == ([0, 2, 4], [2, 4, 7], [-1, 0, 0])
-    assert (table.example_offsets.tolist(), table.examples.tolist()) == ([0, 2, 3, 4], [0, 1, 0, 1])
+    assert (table.start.tolist(), table.end.tolist(), table.parent.tolist()) == ([0, 2, 5], [2, 5, 7], [-1, 0, 0])
+    assert (table.example_offsets.tolist(), table.examples.tolist()) == ([0, 2, 3, 4], [0, 1, 1, 0])
+
+
+@pytest.mark.parametrize("first_token", [1, 200])
+def test_the_trunk_of_a_conversation_is_one_run_before_its_leaves(first_token):
+    """Each turn is an example of its own: the path of the last one comes first, whatever sorts first."""
+    turns = [[first_token + turn % 2, *range(300 + 10 * turn, 308 + 10 * turn)] for turn in range(6)]
+    examples = []
+    for turn in range(1, 7):
+        ids = [token for tokens in turns[:turn] for token in tokens]
+        examples.append((ids, [index >= len(ids) - 4 for index in range(len(ids))]))
+    (row,) = pack(examples, 1000, min_shared_tokens=2)
+    longest = len(examples[-1][0])
+    assert row.input_ids[:longest].tolist() == examples[-1][0]
+    assert row.position_ids[:longest].tolist() == list(range(longest))
+    assert row.input_ids.size == longest + 5 * 5  # a leaf repeats the slot that predicts its first learned token
 
 
 @pytest.mark.parametrize("share_supervised", [False, True])
