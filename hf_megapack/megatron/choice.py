@@ -15,6 +15,7 @@ from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.attention import gpu_kernels
 from hf_megapack.megatron.families import family_of
 from hf_megapack.megatron.host import compute_device, has_gpu
+from hf_megapack.megatron.sequences import LARGEST_HEAD
 
 if TYPE_CHECKING:
     from hf_megapack.config import MegaPackConfig
@@ -63,7 +64,10 @@ def resolve_attention(
         config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(str(model))
         family = family_of(config)
         has_windows = any(window is not None for window in family.windows(config))
-        if has_windows and args.context_parallel_size > 1:
+        head_dim = family.heads(config).head_dim
+        if head_dim > LARGEST_HEAD:
+            obstacle = f"serves heads of at most {LARGEST_HEAD}, and the model's have {head_dim}"
+        elif has_windows and args.context_parallel_size > 1:
             obstacle = (
                 f"with context_parallel_size={args.context_parallel_size} has no sliding windows, which the model has"
             )
@@ -73,7 +77,6 @@ def resolve_attention(
         return "thd"
     is_thd = False
     if obstacle is None:
-        head_dim = family.heads(config).head_dim
         queries = torch.empty(0, 1, head_dim, dtype=torch.bfloat16, device=compute_device())
         chosen = choose_attention(
             head_dim=head_dim,

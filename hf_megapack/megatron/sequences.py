@@ -7,9 +7,10 @@ the only module that calls Transformer Engine's attention.
 Shapes: L slots of this rank, H query heads, G key and value heads, D head size.
 """
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,10 @@ import torch.distributed as dist
 from hf_megapack.errors import BackendError
 from hf_megapack.megatron.context import ContextShare
 from hf_megapack.megatron.host import integers_on_device
+
+# With larger heads cuDNN 9's gradients were wrong on an H200 (transformer-engine 2.20.2): zeros beyond the first part.
+LARGEST_HEAD = 128
+_UNFUSED = "NVTE_UNFUSED_ATTN"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -74,7 +79,8 @@ def fused_sequence_attention(
         Shape (L, H, D), the query's dtype.
 
     Raises:
-        BackendError: If Transformer Engine has no fused kernel for these tensors on this GPU.
+        BackendError: If heads are larger than LARGEST_HEAD, or Transformer Engine has no fused kernel for these
+            tensors on this GPU.
 
     Source:
         `transformer_engine.pytorch.DotProductAttention.forward`, 2.20: boundaries are those of the whole row also where
@@ -82,13 +88,18 @@ def fused_sequence_attention(
     """
     from transformer_engine.pytorch import autocast
 
+    if query_LHD.shape[2] > LARGEST_HEAD:
+        raise BackendError(
+            f"attention='thd' has no right gradients for heads of size {query_LHD.shape[2]}; it must be at most "
+            f"{LARGEST_HEAD}. Use attention='tree'."
+        )
     is_repeatable = torch.are_deterministic_algorithms_enabled()
     heads = (query_LHD.shape[1], key_LGD.shape[1], query_LHD.shape[2])
     attend = _transformer_engine_attention(heads, scale, window, is_repeatable, sequences.group)
     boundaries, longest = sequences.cu_seqlens, sequences.longest
     try:
         # The fp8 option concerns matrix products with weights alone.
-        with autocast(enabled=False):
+        with autocast(enabled=False), _fused_only():
             output = attend(
                 query_LHD,
                 key_LGD,
@@ -110,6 +121,22 @@ def fused_sequence_attention(
     return output.view_as(query_LHD)
 
 
+@contextlib.contextmanager
+def _fused_only() -> Iterator[None]:
+    """Keep Transformer Engine from its unfused attention, which pads sequences to the longest and keeps all scores.
+
+    Only for a call: Megatron-Core wants the variable unset, or as it has set it, when a model is built.
+    """
+    before = os.environ.get(_UNFUSED)
+    os.environ[_UNFUSED] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_UNFUSED)
+        if before is not None:
+            os.environ[_UNFUSED] = before
+
+
 @functools.cache
 def _transformer_engine_attention(
     heads: tuple[int, int, int], scale: float, window: int | None, is_repeatable: bool, group: dist.ProcessGroup | None
@@ -125,8 +152,6 @@ def _transformer_engine_attention(
     """
     from transformer_engine.pytorch import DotProductAttention
 
-    # Its unfused attention pads every sequence to the longest and keeps all scores: no kernel is better than that one.
-    os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
     num_heads, num_groups, head_dim = heads
     attention = DotProductAttention(
         num_heads,

@@ -232,6 +232,16 @@ def test_thd_is_refused_by_name_where_it_cannot_run(on_gpu, tmp_path, options, m
     assert resolve(args, model) == "tree"
 
 
+def test_thd_is_refused_for_heads_that_it_computes_wrongly(on_gpu, tmp_path):
+    config = CONFIGS["qwen3"]()
+    config.head_dim = 256
+    args = arguments(tmp_path, attention="thd", bf16=True)
+    with pytest.raises(ConfigError, match="serves heads of at most 128, and the model's have 256"):
+        choice.resolve_attention(config, args, "ffd")
+    args.attention = "auto"
+    assert choice.resolve_attention(config, args, "ffd") == "tree"
+
+
 def test_thd_without_transformer_engine_is_refused(on_gpu, tmp_path):
     on_gpu.setattr(choice.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install transformer-engine"):

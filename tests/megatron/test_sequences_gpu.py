@@ -55,7 +55,7 @@ def on_gpu(sizes: list[int]) -> tuple:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize("heads", [(8, 2, 64), (4, 4, 64), (8, 2, 128), (4, 2, 256), (4, 2, 16)])
+@pytest.mark.parametrize("heads", [(8, 2, 64), (4, 4, 64), (8, 2, 128), (4, 2, 16)])
 def test_values_and_gradients_equal_those_of_the_plain_twin(heads, window):
     row, given = on_gpu(SIZES)
     qkv = queries_keys_values(sum(SIZES), heads)
@@ -65,15 +65,13 @@ def test_values_and_gradients_equal_those_of_the_plain_twin(heads, window):
         (fused_sequence_attention, qkv, given),
         (dense_tree_attention, [x.double() for x in qkv], row),
     ):
-        try:
-            output = attend(*inputs, about, scale=heads[2] ** -0.5, window=window)
-        except BackendError as error:
-            assert heads[2] > 128, "smaller heads have kernels everywhere"
-            pytest.skip(str(error))
+        output = attend(*inputs, about, scale=heads[2] ** -0.5, window=window)
         results.append((output, *torch.autograd.grad((output * weights).sum(), qkv)))
     for ours, twin in zip(*results, strict=True):
         assert ours.shape == twin.shape
-        assert (ours.double() - twin.double()).norm() < BFLOAT16_BOUND * twin.double().norm()
+        # Who sees one key alone learns nothing about queries and keys: their gradients are rounding of zeros.
+        size = twin.double().norm() if twin.any() else 1e-3 * weights.double().norm()
+        assert (ours.double() - twin.double()).norm() < BFLOAT16_BOUND * size
 
 
 @pytest.mark.gpu
@@ -105,10 +103,12 @@ def test_gradients_repeat_to_the_bit_where_torch_asks_for_it():
 
 
 @pytest.mark.gpu
-def test_heads_without_a_kernel_are_refused_by_their_size():
+def test_large_heads_are_refused_by_their_size():
     _, given = on_gpu([100])
-    with pytest.raises(BackendError, match=r"no fused attention for 2 query heads.* size 520.*attention='tree'"):
-        fused_sequence_attention(*queries_keys_values(100, (2, 1, 520)), given, scale=0.1)
+    with pytest.raises(
+        BackendError, match=r"no right gradients for heads of size 256; .*at most 128.*attention='tree'"
+    ):
+        fused_sequence_attention(*queries_keys_values(100, (2, 1, 256)), given, scale=0.1)
 
 
 def relative_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
