@@ -62,7 +62,8 @@ class FrozenLinearWithUpdate(torch.autograd.Function):
     def forward(ctx, input_NI, weight_OI, a_RI, b_OR, stacked, origin):  # noqa: D102, PLR0913 (a product's operands)
         inner_NR = input_NI @ stacked.a_RI.T
         output_NO = inner_NR @ stacked.b_OR.T
-        output_NO.addmm_(input_NI, weight_OI.T)
+        # Through a view: torch 2.11 compiles a function whose very output is changed in place without any gradient.
+        output_NO.view_as(output_NO).addmm_(input_NI, weight_OI.T)
         _keep_input(ctx, input_NI, origin, inner_NR, weight_OI, *stacked)
         return output_NO
 

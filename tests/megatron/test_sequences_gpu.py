@@ -29,6 +29,8 @@ SIZES = [700, 1, 129, 64, 333, 2, 1000, 77]
 BFLOAT16_BOUND = 2e-2
 # Of a whole gradient in bfloat16, whose attention two kernels sum in different orders.
 GRADIENT_BOUND = 5e-2
+# With 0.2 a model's own gradients in bfloat16 are 117 % off those in float32, with this 2 %.
+ADAPTER_STD = 0.05
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +124,7 @@ def updates(attention: str, **options) -> tuple[list[float], dict[str, torch.Ten
     """Train a small model in bfloat16 for two updates; return the losses and the first gradient."""
     args = backend_args(bf16=True, **options)
     backend = MegatronBackend(small_model(), args, PEFT_CONFIG, attention)
-    backend.load_adapter(random_adapter(backend.adapter_state()))
+    backend.load_adapter(random_adapter(backend.adapter_state(), std=ADAPTER_STD))
     optimizer = torch.optim.AdamW(backend.parameters.values(), lr=1e-3)
     collator = PrefixTreeCollator(
         packed_sequence_length=4_096, packing_strategy="ffd", alignment=layout_alignment(args, attention)
@@ -191,7 +193,7 @@ def one_update(sizes: dict, attention: str, folder: Path) -> dict:
     """Return loss, norm and whole gradients of one update of a saved model in bfloat16."""
     args = backend_args(bf16=True, **sizes)
     backend = MegatronBackend(str(folder), args, WHOLE, attention)
-    backend.load_adapter(random_adapter(backend.adapter_state()))
+    backend.load_adapter(random_adapter(backend.adapter_state(), std=ADAPTER_STD))
     collator = PrefixTreeCollator(
         packed_sequence_length=1000, packing_strategy="ffd", alignment=layout_alignment(args, attention)
     )
