@@ -21,8 +21,9 @@ import triton.language as tl
 # A reference is at most this far below the highest logit of its row; one that falls behind is raised, at the price of
 # going over what the row has written so far.
 HEADROOM = tl.constexpr(20.0)
-# How far above a rank's reference the highest logit of all ranks counts. Beyond it the rank's exponentials are below
-# 152,000 * exp(HEADROOM - FARTHEST) = 6e-13 of the whole, and exp() of more than 88 would overflow.
+# How far above the reference of the label's own rank the highest logit of all ranks counts: exp() of more than 88 would
+# overflow in the label's element. Beyond it the rank's others are below 152,000 * exp(HEADROOM - FARTHEST) =
+# 6e-13 of the whole, of which the label's element is nearly all.
 FARTHEST = tl.constexpr(60.0)
 SETTLE_ROWS = 128
 # Rows of the statistics that exponentiate_rows leaves for settle_rows.
@@ -128,10 +129,11 @@ def _settle_rows(  # noqa: PLR0913 (a kernel takes pointers and strides one by o
     if WRITES:
         reference = tl.load(statistics_ptr + 4 * statistics_stride, mask=is_row, other=0.0)
         weight = tl.load(weights_ptr + rows, mask=is_row, other=0.0)
-        shift = tl.minimum(highest - reference, FARTHEST)
-        tl.store(factors_ptr + rows, weight * tl.exp(-shift) / normaliser, mask=is_row)
         label = tl.load(labels_ptr + rows, mask=is_row, other=0) - first_token
         is_mine = is_row & (label >= 0) & (label < num_columns)
+        shift = highest - reference
+        shift = tl.where(is_mine, tl.minimum(shift, FARTHEST), shift)
+        tl.store(factors_ptr + rows, weight * tl.exp(-shift) / normaliser, mask=is_row)
         label_ptr = exps_ptr + rows.to(tl.int64) * exps_stride + label
         tl.store(label_ptr, (-others * tl.exp(shift)).to(exps_ptr.dtype.element_ty), mask=is_mine)
 

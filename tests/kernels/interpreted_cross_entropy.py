@@ -57,10 +57,12 @@ def test_the_whole_head(kind, dtype, logits_dtype, num_slots):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden_size", [16, 64])
 @pytest.mark.usefixtures("one_launch_at_a_time")
-def test_a_split_head(kind, num_ranks, dtype, monkeypatch):
-    """The last rank of three holds padding alone, and the one before it some."""
-    case = case_of(kind, num_slots=5, num_tokens=75, dtype=getattr(torch, dtype), seed=num_ranks)
+def test_a_split_head(kind, num_ranks, dtype, hidden_size, monkeypatch):
+    """The last rank of three holds padding alone, and the one before it some; with 64 logits lie 100 and more apart."""
+    sizes = {"num_slots": 5, "num_tokens": 75, "hidden_size": hidden_size}
+    case = case_of(kind, **sizes, dtype=getattr(torch, dtype), seed=num_ranks)
     plan = Plan(3, torch.float32, block=16, num_warps=1)
 
     def run(group):
