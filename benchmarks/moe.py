@@ -170,11 +170,14 @@ def part_of(kernel: Kernel, config: Qwen3MoeConfig) -> str:
         return "experts"
     if "nccl" in kernel.name.lower() or any(part in name for part in _DISPATCH for name in names):
         return "dispatch"
+    if group_of(kernel, vocab_size=config.vocab_size, widest_lora=3 * RANK) == "attention":
+        return "attention"
+    # A head may have as many elements as there are experts.
+    is_of_heads = any("SplitHeads" in name for name in names)
     last = {shape[-1] for op in kernel.operators for shape in op.shapes}
-    if "megapack::router" in names or (kernel.is_backward and config.num_experts in last):
+    if "megapack::router" in names or (kernel.is_backward and config.num_experts in last and not is_of_heads):
         return "router"
-    group = group_of(kernel, vocab_size=config.vocab_size, widest_lora=3 * RANK)
-    return "attention" if group == "attention" else "other"
+    return "other"
 
 
 def print_parts(trace: Trace, config: Qwen3MoeConfig) -> None:
