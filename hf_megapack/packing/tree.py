@@ -222,8 +222,8 @@ def _cut_segments(
     A node of the split tree stands for a run of examples and the prefix that they share. Where that prefix is too short
     to be worth a segment, its parts start again from the same depth, so the short run is repeated in each of them.
 
-    Of two parts that continue a shared run the one with more distinct prefixes comes first, so the trunk of a tree is one
-    run of slots, with its leaves behind it: blocks of attention are then seen whole or not at all, and few need a mask.
+    Of two parts that continue a shared run the one with more distinct prefixes comes first: the trunk of a tree is one
+    run of slots, its leaves are behind it, so that attention's blocks are seen whole or not at all and few need a mask.
     """
     lengths = examples.lengths[order].tolist()
     tree = _split_tree(common)
