@@ -10,6 +10,9 @@ from tests.helpers.backend_args import backend_args
 from tests.helpers.reference_model import random_adapter, save_random_model
 from tests.megatron.test_parity import PEFT_CONFIG, conversation_examples
 
+# While it traces, torch makes instances of functions and looks at gradients of results, and warns of both itself.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 
 @pytest.mark.parametrize("is_joined", [True, False])
 def test_compiled_products_keep_their_gradients(is_joined):
