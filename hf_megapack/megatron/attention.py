@@ -1,10 +1,9 @@
 """Core attention over a row of prefix trees: slot i sees slot j exactly when j <= i < subtree_end[j].
 
-A row that shares nothing may come with its sequences; `sequences.py` then attends on the GPU.
-
 Each slot therefore sees its ancestors and itself, never a sibling branch, another root or padding. The row's tree
 travels with the microbatch in `TreeParams`, never as module state: recompute and interleaved pipelines would read
 another microbatch's. Where ranks share a row, queries are those of the rank's own slots, keys those of the whole row.
+A row that shares nothing may come with its sequences: on a GPU `sequences.py` then attends within each of them.
 
 Shapes: T slots of the row, L slots of this rank (T where rows are not shared), H query heads, G key and value heads,
 D head size, Q slots of one query block, K slots they can see.

@@ -23,10 +23,10 @@ class FlashMask(NamedTuple):
     """A row's blocks as FlashAttention-4 takes them.
 
     Attributes:
-        function: What a pair of slots sees, for blocks that need a mask.
-        arrays: What it reads.
-        by_query: The blocks, for the forward pass.
-        by_key: The blocks, for the backward pass.
+        function: Whether a query sees a key, for blocks that need a mask; compiled into the kernels.
+        arrays: What it reads: int32, each with an entry for every key slot or for every query.
+        by_query: Each query block's key blocks, for the forward pass.
+        by_key: Each key block's query blocks, for the backward pass.
     """
 
     function: object
