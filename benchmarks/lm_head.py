@@ -194,8 +194,11 @@ def measure(sides: dict[str, Step], num_slots: int, rounds: int) -> list[Figures
     figures = {name: check(name, step, data, expected) for name, step in sides.items()}
     running = {name: sides[name] for name, figure in figures.items() if figure is not None}
     times: dict[str, list[float]] = {name: [] for name in running}
-    for _ in range(rounds):
-        for name, step in running.items():
+    order = list(running.items())
+    for number in range(rounds):
+        # Everybody follows everybody: the GPU's clock remembers what ran before.
+        turned = order[number % len(order) :] + order[: number % len(order)]
+        for name, step in turned if number % 2 else reversed(turned):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             step(data)

@@ -267,15 +267,17 @@ def main() -> None:
             **workload.common_arguments(folder),
             "per_device_train_batch_size": options.rows * CONTINUATIONS,
             "train_sampling_strategy": "sequential",
-            "num_train_epochs": steps,
+            "num_train_epochs": 1,
             "logging_steps": 1,
             "packed_sequence_length": (PREFIX + CONTINUATIONS * TAIL) // scale,
             **settings,
         }
+        examples = make_examples(options.rows * num_replicas, config.vocab_size, scale)
         trainer = ProfiledTrainer(
             model=config,
             args=MegaPackConfig(**arguments),
-            train_dataset=make_examples(options.rows * num_replicas, config.vocab_size, scale),
+            # One epoch: each would begin with a new worker process, which the GPU waits for.
+            train_dataset=examples.select(list(range(len(examples))) * steps),
             processing_class=workload.no_tokenizer(),
             peft_config=workload.lora_config(),
             callbacks=[TimeThenReport(options.updates, max(options.profiled, 1), path, report=report)],

@@ -21,23 +21,19 @@ if TYPE_CHECKING:
     from hf_megapack.config import MegaPackConfig
 
 # By the kernels that tree attention would take: sizes of heads for which "thd" was measured to be faster on rows that
-# share nothing, without windows and without context parallelism.
-FASTER_HEAD_SIZES: dict[str, tuple[int, ...]] = {"flash": (), "triton": ()}
+# share nothing, with and without a window, without context parallelism (docs/measurements.md).
+FASTER_HEAD_SIZES: dict[str, tuple[int, ...]] = {"flash": (128,), "triton": ()}
 
 
-def choose_attention(
-    *, head_dim: int, tree_kernels: str, has_windows: bool, context_parallel_size: int
-) -> Literal["tree", "thd"]:
+def choose_attention(*, head_dim: int, tree_kernels: str, context_parallel_size: int) -> Literal["tree", "thd"]:
     """Return the faster attention for rows that share nothing, on a machine that has both.
 
     Args:
         head_dim: Elements of a head.
         tree_kernels: What `attention.gpu_kernels` says of the model's queries.
-        has_windows: Whether a layer sees a sliding window.
         context_parallel_size: Ranks that share each row.
     """
-    is_measured = context_parallel_size == 1 and not has_windows
-    return "thd" if is_measured and head_dim in FASTER_HEAD_SIZES[tree_kernels] else "tree"
+    return "thd" if context_parallel_size == 1 and head_dim in FASTER_HEAD_SIZES[tree_kernels] else "tree"
 
 
 def resolve_attention(
@@ -81,7 +77,6 @@ def resolve_attention(
         chosen = choose_attention(
             head_dim=head_dim,
             tree_kernels="triton" if args.full_determinism else gpu_kernels(queries),
-            has_windows=has_windows,
             context_parallel_size=args.context_parallel_size,
         )
         is_thd = chosen == "thd"

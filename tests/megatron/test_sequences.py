@@ -271,12 +271,12 @@ def test_auto_takes_thd_only_where_it_was_measured_to_be_faster(on_gpu, tmp_path
     assert resolve(args) == "tree"
 
 
-@pytest.mark.parametrize(("context", "windows"), [(2, False), (1, True), (2, True)])
-def test_what_was_not_measured_stays_with_the_tree(monkeypatch, context, windows):
+def test_what_was_not_measured_stays_with_the_tree(monkeypatch):
     monkeypatch.setattr(choice, "FASTER_HEAD_SIZES", {"flash": (128,), "triton": ()})
-    known = {"head_dim": 128, "tree_kernels": "flash"}
-    assert choice.choose_attention(**known, has_windows=False, context_parallel_size=1) == "thd"
-    assert choice.choose_attention(**known, has_windows=windows, context_parallel_size=context) == "tree"
+    known = {"head_dim": 128, "tree_kernels": "flash", "context_parallel_size": 1}
+    assert choice.choose_attention(**known) == "thd"
+    for unknown in ({"context_parallel_size": 2}, {"head_dim": 64}, {"tree_kernels": "triton"}):
+        assert choice.choose_attention(**(known | unknown)) == "tree"
 
 
 def test_multiples_of_rows_follow_the_attention():
