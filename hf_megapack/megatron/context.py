@@ -57,29 +57,47 @@ def share_row(
         slots = split_row(subtree_end, layout.context_size).slots
     else:
         slots = split_sequences(cu_seqlens, layout.context_size).slots
+    slots_by_rank = slots.ravel()
+    place_of_slot = np.empty_like(slots_by_rank)
+    place_of_slot[slots_by_rank] = np.arange(slots_by_rank.size)
     share = ContextShare(
         slots=integers_on_device(slots[layout.context_rank]),
-        slots_by_rank=integers_on_device(slots.ravel()),
-        place_of_slot=integers_on_device(slots.ravel().argsort()),
+        slots_by_rank=integers_on_device(slots_by_rank),
+        place_of_slot=integers_on_device(place_of_slot),
         group=layout.context_group,
     )
     return slots[layout.context_rank], share
 
 
 class _GatherSlots(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, local, share):
-        ctx.share = share
-        gathered = local.new_empty(share.slots_by_rank.numel(), *local.shape[1:])
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=share.group)
-        return gathered.index_select(0, share.place_of_slot)
+    """Gather two tensors at once: while one travels the other is put in order."""
 
     @staticmethod
-    def backward(ctx, grad):
+    def forward(ctx, key, value, share):
+        ctx.share = share
+        travelling = [_start_gather(local, share) for local in (key, value)]
+        return tuple(_arrived(*one).index_select(0, share.place_of_slot) for one in travelling)
+
+    @staticmethod
+    def backward(ctx, *grads):
         share = ctx.share
-        grad_local = grad.new_empty(share.slots.numel(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(grad_local, grad.index_select(0, share.slots_by_rank), group=share.group)
-        return grad_local, None
+        travelling = [_start_sum(grad.index_select(0, share.slots_by_rank), share) for grad in grads]
+        return *(_arrived(*one) for one in travelling), None
+
+
+def _start_gather(local: torch.Tensor, share: ContextShare) -> tuple[torch.Tensor, dist.Work]:
+    gathered = local.new_empty(share.slots_by_rank.numel(), *local.shape[1:])
+    return gathered, dist.all_gather_into_tensor(gathered, local.contiguous(), group=share.group, async_op=True)
+
+
+def _start_sum(grad_by_rank: torch.Tensor, share: ContextShare) -> tuple[torch.Tensor, dist.Work]:
+    local = grad_by_rank.new_empty(share.slots.numel(), *grad_by_rank.shape[1:])
+    return local, dist.reduce_scatter_tensor(local, grad_by_rank, group=share.group, async_op=True)
+
+
+def _arrived(tensor: torch.Tensor, work: dist.Work) -> torch.Tensor:
+    work.wait()
+    return tensor
 
 
 def gather_keys_and_values(
@@ -95,5 +113,4 @@ def gather_keys_and_values(
     Returns:
         Both in the row's order, shape (T, G, D).
     """
-    both = _GatherSlots.apply(torch.cat((key_LGD, value_LGD), dim=-1), share)
-    return both.chunk(2, dim=-1)
+    return _GatherSlots.apply(key_LGD, value_LGD, share)
