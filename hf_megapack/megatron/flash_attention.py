@@ -57,25 +57,31 @@ def block_sizes(head_dim: int) -> BlockSizes:
     return BlockSizes(size, size)
 
 
+def _load(array: cute.Tensor, index: cute.TensorSSA) -> cute.TensorSSA:
+    """Return an entry of a contiguous int32 array.
+
+    Not by indexing: the compiler would move such a load behind each element's test of the row's end, where the kernels
+    wait for one after the other.
+    """
+    return scalar_to_ssa(cute.arch.load(array.iterator + index[0], cutlass.Int32), cutlass.Int32)
+
+
 @cute.jit
 def _sees_tree(batch, head, query, key, seqlen_info, arrays):
-    end = scalar_to_ssa(arrays[0][key[0]], cutlass.Int32)
+    end = _load(arrays[0], key)
     return (key <= query) & (query < end)
 
 
 @cute.jit
 def _sees_tree_in_window(batch, head, query, key, seqlen_info, arrays):
-    end = scalar_to_ssa(arrays[0][key[0]], cutlass.Int32)
-    position = scalar_to_ssa(arrays[1][key[0]], cutlass.Int32)
-    slot = scalar_to_ssa(arrays[2][query[0]], cutlass.Int32)
-    first_position = scalar_to_ssa(arrays[3][query[0]], cutlass.Int32)
+    end, position = _load(arrays[0], key), _load(arrays[1], key)
+    slot, first_position = _load(arrays[2], query), _load(arrays[3], query)
     return (key <= slot) & (slot < end) & (position >= first_position)
 
 
 @cute.jit
 def _sees_tree_from_slots(batch, head, query, key, seqlen_info, arrays):
-    end = scalar_to_ssa(arrays[0][key[0]], cutlass.Int32)
-    slot = scalar_to_ssa(arrays[1][query[0]], cutlass.Int32)
+    end, slot = _load(arrays[0], key), _load(arrays[1], query)
     return (key <= slot) & (slot < end)
 
 
