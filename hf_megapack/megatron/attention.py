@@ -19,10 +19,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import scaled_dot_product_attention
 
+from hf_megapack.kernels.tree_blocks import TreeBlocks, tree_blocks
 from hf_megapack.megatron.context import ContextShare, gather_keys_and_values
 from hf_megapack.megatron.flex_attention import block_mask, flex_attend
 from hf_megapack.megatron.sequences import Sequences, fused_sequence_attention
-from hf_megapack.megatron.tree_blocks import TreeBlocks, tree_blocks
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
 
 # Long enough that a block is a good matrix product, short enough that few keys are read for nothing.

@@ -16,7 +16,7 @@ from flash_attn.cute import flash_attn_func
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.utils import scalar_to_ssa
 
-from hf_megapack.megatron.tree_blocks import TreeBlocks
+from hf_megapack.kernels.tree_blocks import TreeBlocks
 
 
 class FlashMask(NamedTuple):

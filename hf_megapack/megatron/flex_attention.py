@@ -5,7 +5,7 @@ import functools
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from hf_megapack.megatron.tree_blocks import TreeBlocks
+from hf_megapack.kernels.tree_blocks import TreeBlocks
 
 SMALLEST_HEAD = 16
 # Gradient modes, windows and types that one process may meet.

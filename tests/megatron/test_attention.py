@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
+from hf_megapack.kernels.tree_blocks import plain_matrices
 from hf_megapack.megatron.attention import (
     HOST_BLOCK,
     TreeParams,
@@ -17,6 +17,7 @@ from hf_megapack.megatron.attention import (
 from hf_megapack.megatron.context import ContextShare
 from hf_megapack.megatron.flex_attention import block_mask
 from hf_megapack.packing import split_row
+from tests.helpers.trees import random_tree, two_branches
 
 
 def shared_with(row: TreeParams, num_ranks: int, rank: int) -> TreeParams:
@@ -30,34 +31,9 @@ def shared_with(row: TreeParams, num_ranks: int, rank: int) -> TreeParams:
 
 
 def random_row(num_slots: int, seed: int, longest: int = 40) -> TreeParams:
-    """Return a random forest in preorder: segments of 1 to `longest` slots, each under an open ancestor or a root."""
-    rng = np.random.default_rng(seed)
-    starts, open_path, parent_of, depth_at = [], [], {}, []
-    slot = 0
-    while slot < num_slots:
-        length = min(int(rng.integers(1, longest)), num_slots - slot)
-        keep = int(rng.integers(0, len(open_path) + 1))
-        del open_path[keep:]
-        parent_of[slot] = open_path[-1] if open_path else None
-        base = depth_at[open_path[-1][1] - 1] + 1 if open_path else 0
-        depth_at.extend(range(base, base + length))
-        starts.append(slot)
-        open_path.append((slot, slot + length))
-        slot += length
-    end = np.full(num_slots, num_slots)
-    for start in starts:
-        segment_end = next((s for s in starts if s > start), num_slots)
-        after = [s for s in starts if s > start and not _descends(s, start, parent_of)]
-        end[start:segment_end] = min(after, default=num_slots)
-    return TreeParams(position_ids=torch.tensor(depth_at), subtree_end=torch.from_numpy(end))
-
-
-def _descends(segment, ancestor, parent_of):
-    while segment is not None:
-        if segment == ancestor:
-            return True
-        segment = parent_of[segment][0] if parent_of[segment] else None
-    return False
+    """Return a random row: segments of 1 to `longest` slots, each under an open ancestor or a root."""
+    position_ids, subtree_end = random_tree(num_slots, seed, longest)
+    return TreeParams(position_ids=position_ids, subtree_end=subtree_end)
 
 
 def random_qkv(num_slots, dtype=torch.float64):
@@ -103,10 +79,22 @@ def test_a_window_leaves_out_the_blocks_that_are_too_far():
     """One sequence of eight blocks, of which each slot sees the block before and its own at most."""
     row = TreeParams(position_ids=torch.arange(1024), subtree_end=torch.full((1024,), 1024))
     blocks = row_blocks(row, (128, 128), 128)
-    assert torch.equal(blocks.partial, torch.ones(8, 8).triu(-1).tril().bool())
-    assert not blocks.whole.any()
+    partial, whole = plain_matrices(blocks)
+    assert torch.equal(partial, torch.ones(8, 8).triu(-1).tril().bool())
+    assert not whole.any()
     # 385 positions: the two blocks between are seen whole.
-    assert row_blocks(row, (128, 128), 385).whole.sum() == 7 + 6
+    assert plain_matrices(row_blocks(row, (128, 128), 385))[1].sum() == 7 + 6
+
+
+def test_blocks_at_whose_edges_branches_and_windows_end():
+    """Of blocks of 16: branches that end around an edge, windows that reach around one."""
+    slots, num_whole = torch.arange(64), 0
+    for branch in (31, 32, 33, 47, 48, 49, 64):
+        position_ids, subtree_end = two_branches(16, branch, 64)
+        row = TreeParams(position_ids=position_ids, subtree_end=subtree_end)
+        for window in (None, *range(14, 20), *range(30, 36)):
+            num_whole += assert_blocks_compute(row_blocks(row, (16, 16), window), visible(slots, slots, row, window))
+    assert num_whole > 0
 
 
 @pytest.mark.parametrize("size", [(128, 128), (128, 64), (192, 128)])
@@ -158,10 +146,17 @@ def assert_blocks_compute(blocks, seen: torch.Tensor) -> int:
                 keys = slice(key_block * blocks.size[1], (key_block + 1) * blocks.size[1])
                 computed[queries, keys] = True if is_whole else seen[queries, keys]
     assert torch.equal(computed, seen)
-    by_key = blocks.by_key()
-    assert torch.equal(by_key[0][0, 0], blocks.partial.sum(0))
-    assert torch.equal(by_key[2][0, 0], blocks.whole.sum(0))
-    first = [indices[0, 0, 0, : counts[0, 0, 0]] for counts, indices in (by_key[:2], by_key[2:])]
-    assert torch.equal(first[0], blocks.partial[:, 0].nonzero()[:, 0])
-    assert torch.equal(first[1], blocks.whole[:, 0].nonzero()[:, 0])
+    matrices = plain_matrices(blocks)
+    assert_lists(blocks.by_query(), matrices)
+    assert_lists(blocks.by_key(), matrices.mT)
     return int(whole.sum())
+
+
+def assert_lists(lists, matrices: torch.Tensor) -> None:
+    """Check lists row by row: what is listed ascends up to the count, then the rest ascends."""
+    for counts, indices, matrix in zip(lists[::2], lists[1::2], matrices, strict=True):
+        assert counts.shape == (1, 1, len(matrix))
+        for count, blocks, row in zip(counts[0, 0].tolist(), indices[0, 0].tolist(), matrix.tolist(), strict=True):
+            listed = [block for block, is_listed in enumerate(row) if is_listed]
+            assert count == len(listed)
+            assert blocks == listed + sorted(set(range(len(row))) - set(listed))
