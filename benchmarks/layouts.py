@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node 2 benchmarks/layouts.py --examples_file examples.npz
     torchrun --nproc_per_node 2 benchmarks/layouts.py --examples_file examples.npz --skip exactness
+    torchrun --nproc_per_node 2 benchmarks/layouts.py --examples_file examples.npz --skip scaling --layouts TP2+SP
 
 Each process first has a world of its own for what one GPU does; then both join one world. Examples are per-turn ones of
 end_to_end.py --prepare in file order.
@@ -129,7 +130,8 @@ def exactness_together(alone: dict[str, tuple], options: argparse.Namespace) -> 
         "one GPU, against float32": Difference.between(alone["rows"], alone["float32"]),
     }
     batch = {"rows": exact_batches(options)["rows"]}
-    for name, layout in LAYOUTS.items():
+    for name in options.layouts:
+        layout = LAYOUTS[name]
         if not has_time(name, options):
             break
         try:
@@ -172,6 +174,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--examples_file", type=Path, required=True, help="what end_to_end.py --prepare wrote")
     parser.add_argument("--data", choices=list(stored_examples.FILES), default="tau")
     parser.add_argument("--skip", nargs="*", choices=["exactness", "scaling"], default=[])
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="of exactness")
     parser.add_argument("--exact_examples", type=int, default=24)
     parser.add_argument("--eager", action="store_true", help="exactness without torch_compile")
     parser.add_argument("--examples", type=int, default=64, help="scaling: examples per update and device")

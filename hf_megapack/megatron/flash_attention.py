@@ -53,8 +53,8 @@ def block_sizes(head_dim: int) -> BlockSizes:
     """
     if head_dim == 64:
         return BlockSizes((192, 128), (128, 128))
-    size = (128, 128) if head_dim == 128 else (128, 64)
-    return BlockSizes(size, size)
+    keys = 128 if head_dim == 128 else 64
+    return BlockSizes((128, keys), (64, keys))
 
 
 def _load(array: cute.Tensor, index: cute.TensorSSA) -> cute.TensorSSA:
@@ -99,7 +99,9 @@ def flash_mask(forward: TreeBlocks, backward: TreeBlocks) -> FlashMask:
     slots = forward.slots
     if forward.window is not None:
         if slots is None:
-            slots = torch.arange(forward.num_slots, dtype=torch.int32, device=forward.end.device)
+            # Whole blocks: the mask is asked for queries behind the last one too.
+            slots = torch.arange(-(-forward.num_slots // forward.size[0]) * forward.size[0], device=forward.end.device)
+            slots = slots.clamp_(max=forward.num_slots - 1).to(torch.int32)
         first_position = forward.position.index_select(0, slots) - (forward.window - 1)
         return FlashMask(_sees_tree_in_window, [forward.end, forward.position, slots, first_position], *lists)
     if slots is not None:
