@@ -41,7 +41,7 @@ class SlotTerms(NamedTuple):
         entropy_N: Entropy of the predicted distribution in nats. Same dtype.
         is_correct_N: Whether the label had the highest logit, or shared it with others. bool.
         grad_ND: Gradient of `sum(weights_N * nll_N)` by the hidden states, in their dtype; None if not asked for. Where
-            the head is split it is this rank's part: the ranks' gradients add up to the whole.
+            the head is split it is this rank's part, in float32 or wider: the ranks' parts add up to the whole.
     """
 
     nll_N: torch.Tensor
@@ -80,14 +80,15 @@ def linear_cross_entropy(
     return plain_linear_cross_entropy(hidden_ND, head, labels_N, weights_N, wants_grad=wants_grad)
 
 
-def empty_terms(hidden_ND: torch.Tensor, *, wants_grad: bool) -> SlotTerms:
+def empty_terms(hidden_ND: torch.Tensor, head: HeadPart, *, wants_grad: bool) -> SlotTerms:
     """Return unwritten terms for the given slots."""
     num_slots, accumulate = hidden_ND.shape[0], torch.promote_types(hidden_ND.dtype, torch.float32)
+    grad_dtype = hidden_ND.dtype if head.group is None else accumulate
     return SlotTerms(
         hidden_ND.new_empty(num_slots, dtype=accumulate),
         hidden_ND.new_empty(num_slots, dtype=accumulate),
         hidden_ND.new_empty(num_slots, dtype=torch.bool),
-        torch.empty_like(hidden_ND, memory_format=torch.contiguous_format) if wants_grad else None,
+        hidden_ND.new_empty(hidden_ND.shape, dtype=grad_dtype) if wants_grad else None,
     )
 
 
@@ -100,7 +101,7 @@ def plain_linear_cross_entropy(
     wants_grad: bool,
 ) -> SlotTerms:
     """Do what `linear_cross_entropy` says in plain PyTorch, on any device and in any floating dtype."""
-    terms = empty_terms(hidden_ND, wants_grad=wants_grad)
+    terms = empty_terms(hidden_ND, head, wants_grad=wants_grad)
     accumulate = terms.nll_N.dtype
     num_valid = head.num_valid_columns
     rows = max(1, PLAIN_LOGITS // head.weight_VD.shape[0])
@@ -136,5 +137,6 @@ def plain_linear_cross_entropy(
         if terms.grad_ND is not None:
             exps_NV.scatter_add_(1, label_N1, -(is_mine_N * others_N)[:, None])
             exps_NV *= (weights_N[part] / normaliser_N)[:, None]
-            terms.grad_ND[part] = exps_NV[:, :num_valid].to(hidden_ND.dtype) @ head.weight_VD[:num_valid]
+            rounded_NV, dtype = exps_NV[:, :num_valid].to(hidden_ND.dtype), terms.grad_ND.dtype
+            terms.grad_ND[part] = rounded_NV.to(dtype) @ head.weight_VD[:num_valid].to(dtype)
     return terms

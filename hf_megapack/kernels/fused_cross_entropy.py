@@ -84,7 +84,7 @@ def fused_linear_cross_entropy(
     num_columns, dtype = weight_VD.shape[0], hidden_ND.dtype
     if plan is None:
         plan = plan_chunks(num_columns, hidden_size, dtype)
-    terms = empty_terms(hidden_ND, wants_grad=wants_grad)
+    terms = empty_terms(hidden_ND, head, wants_grad=wants_grad)
     width, behind_exps = _row_layout(num_columns, hidden_size, plan.logits_dtype, dtype)
     buffer = torch.empty((min(plan.rows, num_slots), width), dtype=torch.float32, device=hidden_ND.device)
     for start in range(0, num_slots, plan.rows):

@@ -20,6 +20,7 @@ from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.lora_products import FrozenLinearWithUpdate, LowRankProduct, StackedFactors, origin_of
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.megatron.regions import enter_tensor_parallel, leave_tensor_parallel
+from hf_megapack.megatron.split_products import Crossing, SplitInputsWithUpdate, SplitOutputsWithUpdate
 from hf_megapack.weights.adapter import LoraSpec, initial_lora_weights
 from hf_megapack.weights.names import HeadLayout, WeightRule, module_of
 
@@ -86,13 +87,15 @@ class LoraLinear(torch.nn.Module):
         self.base = base
         self.projections = projections
         self.num_groups = num_groups
-        self._cross_ranks = None
+        self._cross_ranks = self._crossing = None
         if layout.tensor_size > 1:
-            # What crosses ranks is only as wide as the adapter's rank.
+            # What crosses ranks for the update alone is only as wide as the adapter's rank.
             cross = leave_tensor_parallel if is_row_parallel else enter_tensor_parallel
             self._cross_ranks = functools.partial(cross, sequence_parallel=layout.sequence_parallel)
+            self._crossing = Crossing(layout.tensor_group, layout.sequence_parallel)
+        self._split_product = SplitInputsWithUpdate if is_row_parallel else SplitOutputsWithUpdate
         # Transformer Engine's own product may be in FP8; the update is added to its result.
-        self._is_plain = layout.tensor_size == 1 and isinstance(base, ColumnParallelLinear | RowParallelLinear)
+        self._is_joined = isinstance(base, ColumnParallelLinear | RowParallelLinear)
         self.lora_a = torch.nn.ParameterDict()
         self.lora_b = torch.nn.ParameterDict()
         for projection in self.adapted:
@@ -146,21 +149,26 @@ class LoraLinear(torch.nn.Module):
 
     def forward(self, input_TBD: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the base output plus every update, and the bias that the base leaves to its caller."""
-        if self._is_plain:
-            output, bias = self._plain_forward(input_TBD)
+        if self._is_joined:
+            output, bias = self._joined_forward(input_TBD)
         else:
             output, bias = self.base(input_TBD, *args, **kwargs)
             output = output + self._update(input_TBD)
         return output, bias
 
-    def _plain_forward(self, input_TBD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _joined_forward(self, input_TBD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         base = self.base
-        input_NI, origin = input_TBD.flatten(0, -2), origin_of(input_TBD)
-        output_NO = FrozenLinearWithUpdate.apply(input_NI, base.weight, *self.masters, self.stacked, origin)
-        output = output_NO.unflatten(0, input_TBD.shape[:-1])
+        operands = (input_TBD.flatten(0, -2), base.weight, *self.masters, self.stacked, origin_of(input_TBD))
+        output_NO = FrozenLinearWithUpdate.apply(*operands) if self._crossing is None else self._split_forward(operands)
+        # With sequence parallelism the output has more or fewer slots than the input.
+        output = output_NO.unflatten(0, (-1, *input_TBD.shape[1:-1]))
         if base.bias is None or base.skip_bias_add:
             return output, base.bias
         return output + base.bias, None
+
+    @torch.compiler.disable
+    def _split_forward(self, operands: tuple) -> torch.Tensor:
+        return self._split_product.apply(*operands, self._crossing)
 
     def _update(self, input_TBD: torch.Tensor) -> torch.Tensor:
         a, b = self.masters

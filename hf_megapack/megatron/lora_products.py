@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 
 class StackedFactors(NamedTuple):
@@ -64,12 +65,12 @@ class FrozenLinearWithUpdate(torch.autograd.Function):
         output_NO = inner_NR @ stacked.b_OR.T
         # Through a view: torch 2.11 compiles a function whose very output is changed in place without any gradient.
         output_NO.view_as(output_NO).addmm_(input_NI, weight_OI.T)
-        _keep_input(ctx, input_NI, origin, inner_NR, weight_OI, *stacked)
+        keep_input(ctx, input_NI, origin, inner_NR, weight_OI, *stacked)
         return output_NO
 
     @staticmethod
     def backward(ctx, grad_NO):  # noqa: D102
-        input_NI, inner_NR, weight_OI, a_RI, b_OR = _kept(ctx)
+        input_NI, inner_NR, weight_OI, a_RI, b_OR = kept_input(ctx)
         grad_inner_NR = grad_NO @ b_OR
         grad_input = None
         if ctx.needs_input_grad[0]:
@@ -85,22 +86,31 @@ class LowRankProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input_NI, _factor, stacked, origin):  # noqa: D102
-        _keep_input(ctx, input_NI, origin, stacked)
+        keep_input(ctx, input_NI, origin, stacked)
         return input_NI @ stacked.T
 
     @staticmethod
     def backward(ctx, grad_NO):  # noqa: D102
-        input_NI, stacked = _kept(ctx)
+        input_NI, stacked = kept_input(ctx)
         grad_input = grad_NO @ stacked if ctx.needs_input_grad[0] else None
         return grad_input, full_precision_product(grad_NO.T, input_NI), None, None
 
 
-def _keep_input(ctx, input_NI: torch.Tensor, origin: Origin | None, *others: torch.Tensor) -> None:
+def keep_input(ctx: FunctionCtx, input_NI: torch.Tensor, origin: Origin | None, *others: torch.Tensor) -> None:
+    """Keep a product's input, or what it can be made from, and other tensors for the backward pass.
+
+    Args:
+        ctx: Of the autograd function.
+        input_NI: The input.
+        origin: How it can be made again, None to keep it.
+        *others: Kept as they are.
+    """
     ctx.function = None if origin is None else origin.function
     ctx.save_for_backward(input_NI if origin is None else origin.source, *others)
 
 
-def _kept(ctx) -> tuple[torch.Tensor, ...]:
+def kept_input(ctx: FunctionCtx) -> tuple[torch.Tensor, ...]:
+    """Return the input of shape (N, I), made again if need be, and the other tensors that `keep_input` kept."""
     kept, *others = ctx.saved_tensors
     input_NI = kept if ctx.function is None else ctx.function(kept.detach()).flatten(0, -2)
     return input_NI, *others

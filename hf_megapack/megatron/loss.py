@@ -30,7 +30,11 @@ class _FrozenHeadLoss(torch.autograd.Function):
     def forward(ctx, hidden_ND, head, labels_N, counts_N, scale):
         weights_N = counts_N.to(torch.promote_types(hidden_ND.dtype, torch.float32)) * scale
         terms = linear_cross_entropy(hidden_ND, head, labels_N, weights_N, wants_grad=ctx.needs_input_grad[0])
-        ctx.save_for_backward(*([] if terms.grad_ND is None else [terms.grad_ND]))
+        grad_ND = terms.grad_ND
+        if grad_ND is not None and head.group is not None:
+            dist.all_reduce(grad_ND, group=head.group)
+            grad_ND = grad_ND.to(hidden_ND.dtype)
+        ctx.save_for_backward(*([] if grad_ND is None else [grad_ND]))
         num_correct = (counts_N * terms.is_correct_N).sum().to(weights_N.dtype)
         entropy = weights_N @ terms.entropy_N
         ctx.mark_non_differentiable(num_correct, entropy)
@@ -64,8 +68,8 @@ def frozen_head_loss(
 
     Returns:
         The three sums, the same on every rank of the group, in float32 or wider; `linear_cross_entropy` says in which
-        dtype the logits are. The gradient of `hidden_ND` is that of this rank's part of the vocabulary: the ranks'
-        gradients add up to the whole.
+        dtype the logits are. The gradient of `hidden_ND` is that of the whole vocabulary on every rank, summed in
+        float32 or wider and rounded once.
 
     Raises:
         ValueError: If the head wants a gradient, which this function does not compute.

@@ -31,7 +31,7 @@ from hf_megapack.megatron.layers import FrozenRMSNorm, layer_spec
 from hf_megapack.megatron.loss import LossTerms, frozen_head_loss
 from hf_megapack.megatron.moe import expert_options, keep_routers_wide
 from hf_megapack.megatron.parallel import ParallelLayout
-from hf_megapack.megatron.regions import enter_tensor_parallel
+from hf_megapack.megatron.regions import gather_slots
 from hf_megapack.megatron.rotary import rotary_frequencies, rotation
 from hf_megapack.weights.load import draw_parameters, load_parameters
 from hf_megapack.weights.names import Part, WeightRule, module_of
@@ -82,22 +82,18 @@ class TreeGPTModel(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        is_split = config.tensor_model_parallel_size > 1
         if config.sequence_parallel:
-            hidden_states = enter_tensor_parallel(hidden_states, sequence_parallel=True)
+            hidden_states = gather_slots(hidden_states)
         hidden_TD = hidden_states.squeeze(1)
         if params.wants_logits:
             return hidden_TD @ head.T
-        hidden_ND = hidden_TD.index_select(0, params.loss_slots)
-        if is_split and not config.sequence_parallel:
-            hidden_ND = enter_tensor_parallel(hidden_ND, sequence_parallel=False)
         return frozen_head_loss(
-            hidden_ND,
+            hidden_TD.index_select(0, params.loss_slots),
             head,
             params.loss_labels,
             params.loss_counts,
             params.loss_scale,
-            group=self.tp_group if is_split else None,
+            group=self.tp_group if config.tensor_model_parallel_size > 1 else None,
         )
 
 

@@ -65,6 +65,8 @@ class LayerMemory:
         heads = config.num_attention_heads * config.kv_channels / split
         groups = config.num_query_groups * config.kv_channels / split
         mlp = _mlp_memory(config)
+        # What the ranks sum is in float32, before and after.
+        summed = 4 * config.hidden_size if split > 1 else 0
         # Two residuals, fused projection, rotated heads, attention's output; norms.
         base = 2 * hidden + 2 * (heads + 2 * groups) + heads + mlp.selective
         kept = base + 2 * hidden + mlp.kept - mlp.selective
@@ -72,7 +74,7 @@ class LayerMemory:
             kept=int(size * kept),
             selective=int(size * base),
             full=int(size * hidden),
-            transient=int(size * (kept + mlp.transient)),
+            transient=int(size * (kept + mlp.transient + summed)),
         )
 
 

@@ -38,3 +38,12 @@ def leave_tensor_parallel(tensor: torch.Tensor, sequence_parallel: bool) -> torc
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(tensor)
     return reduce_from_tensor_model_parallel_region(tensor)
+
+
+def gather_slots(tensor: torch.Tensor) -> torch.Tensor:
+    """Give every tensor-parallel rank all slots; the gradient, the same on every rank, is cut on the way back.
+
+    Args:
+        tensor: This rank's slots along dimension 0; contiguous.
+    """
+    return gather_from_sequence_parallel_region(tensor, tensor_parallel_output_grad=False)
