@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hf_megapack.config import MegaPackConfig
 
 # By the kernels that tree attention would take: sizes of heads for which "thd" was measured to be faster on rows that
-# share nothing, with and without a window, without context parallelism (docs/measurements.md).
-FASTER_HEAD_SIZES: dict[str, tuple[int, ...]] = {"flash": (128,), "triton": ()}
+# share nothing, with and without a window, without context parallelism.
+FASTER_HEAD_SIZES: dict[str, tuple[int, ...]] = {"flash": (), "triton": ()}
 
 
 def choose_attention(*, head_dim: int, tree_kernels: str, context_parallel_size: int) -> Literal["tree", "thd"]:
