@@ -238,7 +238,6 @@ class MegaPackTrainer(Trainer):
 
         A loss that is not finite stands in the logged mean as the last finite one when such updates are skipped.
         """
-        model.train()
         result = self.backend.run_step(inputs)
         if not self._adapters_checked:
             check_adapters_learn(self.backend.parameters, self.args.device)

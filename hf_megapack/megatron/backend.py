@@ -4,6 +4,7 @@ What goes in are plain `PackedBatch`es, what comes out are plain `StepResult`s a
 frozen for the backend's whole life.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -139,7 +140,7 @@ class MegatronBackend:
         """Number of processes that share each row."""
         return self.layout.context_size
 
-    @property
+    @functools.cached_property
     def num_active_weights(self) -> int:
         """Weights of this rank's layers that one slot passes through: of experts, as many as the router chooses."""
         experts = self._family.experts(self.hf_config)

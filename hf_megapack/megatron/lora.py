@@ -9,8 +9,9 @@ Shapes: T slots, B rows, N = T * B, D and I inputs, O outputs, G query groups, R
 import abc
 import functools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -127,25 +128,19 @@ class LoraLinear(torch.nn.Module):
         )
         self.stacked = StackedFactors(*(master.detach().to(self.base.weight.dtype) for master in self.masters))
 
-    def places(self, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Iterator[tuple[Projection, torch.Tensor, torch.Tensor]]:
-        """Yield each adapted projection with its parts of stacked tensors.
-
-        Args:
-            a_RI: Stacked A, or its gradient.
-            b_OR: Stacked B, or its gradient.
-
-        Yields:
-            The projection, its A as a view of shape (rank, I), its B as a view of shape (G, rows of a group, rank).
-        """
+    def places(self) -> Iterator[tuple[Projection, slice, slice]]:
+        """Yield each adapted projection with its ranks among those of all, and its rows among those of a group."""
         row = column = 0
-        b_GOR = b_OR.unflatten(0, (self.num_groups, -1))
         for projection in self.projections:
             num_rows = projection.out_features // self.num_groups
             if projection.spec is not None:
-                columns = slice(column, column + projection.spec.rank)
-                yield projection, a_RI[columns], b_GOR[:, row : row + num_rows, columns]
+                yield projection, slice(column, column + projection.spec.rank), slice(row, row + num_rows)
                 column += projection.spec.rank
             row += num_rows
+
+    def by_group(self, b_OR: torch.Tensor) -> torch.Tensor:
+        """Return a view of stacked B, or of its gradient, of shape (G, rows of a group, R)."""
+        return b_OR.view(self.num_groups, -1, b_OR.shape[1])
 
     def forward(self, input_TBD: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the base output plus every update, and the bias that the base leaves to its caller."""
@@ -180,6 +175,24 @@ class LoraLinear(torch.nn.Module):
         return update.unflatten(0, inner_TBR.shape[:-1])
 
 
+class _Place(NamedTuple):
+    """Where the factors of one projection lie in the stacked tensors of its linear.
+
+    Attributes:
+        a: The factor A.
+        b: The factor B.
+        scaling: What B is multiplied by.
+        ranks: Rows of A, columns of B.
+        rows: Rows of B within each group.
+    """
+
+    a: torch.nn.Parameter
+    b: torch.nn.Parameter
+    scaling: float
+    ranks: slice
+    rows: slice
+
+
 class FactorStacks:
     """The stacked copies of all factors of a model, written and read with few launches.
 
@@ -188,19 +201,21 @@ class FactorStacks:
     """
 
     def __init__(self, model: torch.nn.Module):
-        self._linears = [module for module in model.modules() if isinstance(module, LoraLinear)]
         self._holders = [module for module in model.modules() if isinstance(module, FactorHolder)]
-        self._a, self._b, self._scalings = [], [], []
-        self._a_views, self._b_views = [], []
-        for linear in self._linears:
+        self._linears: list[tuple[LoraLinear, list[_Place]]] = []
+        for linear in (module for module in model.modules() if isinstance(module, LoraLinear)):
             linear.make_copies()
-            for projection, a, b in linear.places(*(master.detach() for master in linear.masters)):
+            places = []
+            for projection, ranks, rows in linear.places():
                 leaf = _leaf(projection.name)
-                self._a.append(linear.lora_a[leaf])
-                self._b.append(linear.lora_b[leaf])
-                self._scalings.append(projection.spec.scaling)
-                self._a_views.append(a)
-                self._b_views.append(b)
+                factors = linear.lora_a[leaf], linear.lora_b[leaf]
+                places.append(_Place(*factors, projection.spec.scaling, ranks, rows))
+            self._linears.append((linear, places))
+        self._places = [place for _, places in self._linears for place in places]
+        self._scalings = [place.scaling for place in self._places]
+        self._masters = [master for linear, _ in self._linears for master in linear.masters]
+        self._copies = [copy for linear, _ in self._linears for copy in linear.stacked]
+        self._a_views, self._b_views = _views(self._linears, lambda master: master.detach())
 
     def fill(self, *, wants_grad: bool) -> None:
         """Copy the factors into what the next rows read. To be called again whenever factors have changed.
@@ -213,37 +228,39 @@ class FactorStacks:
         if not self._linears:
             return
         with torch.no_grad():
-            scaled = torch._foreach_mul(self._b, self._scalings)
-            torch._foreach_copy_(self._a_views, self._a)
+            scaled = torch._foreach_mul([place.b for place in self._places], self._scalings)
+            torch._foreach_copy_(self._a_views, [place.a for place in self._places])
             torch._foreach_copy_(self._b_views, [b.view_as(v) for b, v in zip(scaled, self._b_views, strict=True)])
-            masters = [master for linear in self._linears for master in linear.masters]
-            torch._foreach_copy_([copy for linear in self._linears for copy in linear.stacked], masters)
-            for master in masters:
+            torch._foreach_copy_(self._copies, self._masters)
+            for master in self._masters:
                 master.grad = None
 
     def collect(self) -> None:
         """Set every factor's `.grad` to the gradient that the rows since `fill` have left."""
         for holder in self._holders:
             holder.collect_gradients()
-        a_grads, b_grads, scalings, factors = [], [], [], []
-        for linear in self._linears:
-            grad_a, grad_b = (master.grad for master in linear.masters)
-            if grad_a is None:
-                continue
-            for projection, a, b in linear.places(grad_a, grad_b):
-                leaf = _leaf(projection.name)
-                factors.append((linear.lora_a[leaf], linear.lora_b[leaf]))
-                a_grads.append(a)
-                b_grads.append(b)
-                scalings.append(projection.spec.scaling)
-            for master in linear.masters:
-                master.grad = None
-        if not factors:
-            return
-        scaled = torch._foreach_mul(b_grads, scalings)
-        for (a, b), grad_a, grad_b in zip(factors, a_grads, scaled, strict=True):
-            set_grad(a, grad_a)
-            set_grad(b, grad_b.reshape_as(b))
+        # One that no row has reached has no gradient.
+        linears = [(linear, places) for linear, places in self._linears if linear.masters[0].grad is not None]
+        a_grads, b_grads = _views(linears, lambda master: master.grad)
+        for master in self._masters:
+            master.grad = None
+        places = [place for _, places in linears for place in places]
+        scaled = torch._foreach_mul(b_grads, [place.scaling for place in places]) if places else []
+        for place, grad_a, grad_b in zip(places, a_grads, scaled, strict=True):
+            set_grad(place.a, grad_a)
+            set_grad(place.b, grad_b.reshape_as(place.b))
+
+
+def _views(
+    linears: Sequence[tuple[LoraLinear, list[_Place]]], of: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return each place's part of what `of` makes of stacked A, shape (rank, I), and of B, shape (G, rows, rank)."""
+    a_views, b_views = [], []
+    for linear, places in linears:
+        a_RI, b_GOR = of(linear.masters[0]), linear.by_group(of(linear.masters[1]))
+        a_views += [a_RI[place.ranks] for place in places]
+        b_views += [b_GOR[:, place.rows, place.ranks] for place in places]
+    return a_views, b_views
 
 
 def set_grad(factor: torch.nn.Parameter, grad: torch.Tensor) -> None:

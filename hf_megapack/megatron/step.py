@@ -175,7 +175,8 @@ def run_batch(
     if batch.num_loss_tokens < 1:
         raise DataError("The update has no loss-bearing token. Supervise at least one token of its examples.")
     wants_grad = recompute is not None
-    model.train(wants_grad)
+    if model.training is not wants_grad:
+        model.train(wants_grad)
     if recompute is not None:
         recompute.begin_update(max(row.input_ids.size for row in batch.rows))
     iterators = [_microbatches(batch, layout, attention) for _ in model]
