@@ -24,6 +24,7 @@ from transformers.utils import logging
 from hf_megapack import checks, saving
 from hf_megapack.batch import PackedBatch
 from hf_megapack.config import MegaPackConfig
+from hf_megapack.container import ModelContainer
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.lengths import LengthTally
 from hf_megapack.data.stream import ExampleStream
@@ -120,8 +121,7 @@ class MegaPackTrainer(Trainer):
             check_optimizer_parameters(optimizers[0], self.backend.parameters)
         self._accumulation, self._meter, self._sharing_told, self._adapters_checked = None, UpdateMeter(), False, False
         super().__init__(
-            # Inside a plain container: the HF Trainer would take Megatron's own `config` for one of transformers.
-            torch.nn.ModuleList([self.backend.model]),
+            ModelContainer(self.backend.model, self.backend.parameters),
             args,
             data_collator or collator(self.backend.data_parallel_size),
             train_dataset,

@@ -26,21 +26,6 @@ class ModelChunks(torch.nn.ModuleList):
     def __init__(self, chunks: list[GPTModel]):
         super().__init__(chunks)
         self._first_layers = [chunk.decoder.layers[0].layer_number - 1 for chunk in chunks]
-        self._trained: list[torch.nn.Parameter] | None = None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the adapter; frozen weights, which have none, are not looked through every time.
-
-        Args:
-            set_to_none: As torch's; False fills them with zeros.
-        """
-        if self._trained is None:
-            self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        for parameter in self._trained:
-            if set_to_none or parameter.grad is None:
-                parameter.grad = None
-            else:
-                parameter.grad.zero_()
 
     def find(self, name: str) -> tuple[GPTModel, str] | None:
         """Return the chunk that holds a module or parameter, and its name there; None if another rank holds it.
@@ -70,7 +55,6 @@ class ModelChunks(torch.nn.ModuleList):
             path: Path in a model of all layers.
             module: The new module.
         """
-        self._trained = None
         chunk, local = self.find(path)
         setattr(chunk.get_submodule(module_of(local)), local.rpartition(".")[2], module)
 
