@@ -31,7 +31,7 @@ from hf_megapack.megatron.moe import check_experts
 from hf_megapack.megatron.parallel import initialize_parallel
 from hf_megapack.megatron.recompute import RecomputePolicy
 from hf_megapack.megatron.shards import Split, gather_full, take_shard
-from hf_megapack.megatron.step import forward_row, microbatch, reduce_gradients, run_batch
+from hf_megapack.megatron.step import forward_row, microbatch, reduce_gradients, run_rows, step_result
 from hf_megapack.weights.adapter import resolve_lora
 from hf_megapack.weights.load import checkpoint_folder
 
@@ -168,19 +168,20 @@ class MegatronBackend:
         """
         for parameter in self.parameters.values():
             parameter.grad = None
-        result = self._run(batch, wants_grad=True)
+        totals = self._run_rows(batch, wants_grad=True)
+        # Queued before the host waits for the loss.
         self._stacks.collect()
         reduce_gradients(self.parameters, self._splits, self.layout)
-        return result
+        return step_result(totals, batch, self.layout)
 
     def eval_step(self, batch: PackedBatch) -> StepResult:
         """Compute the loss of an update without gradients; arguments, result and errors as `run_step`."""
-        return self._run(batch, wants_grad=False)
+        return step_result(self._run_rows(batch, wants_grad=False), batch, self.layout)
 
-    def _run(self, batch: PackedBatch, *, wants_grad: bool) -> StepResult:
+    def _run_rows(self, batch: PackedBatch, *, wants_grad: bool) -> torch.Tensor:
         self._fill_stacks(wants_grad=wants_grad)
         recompute = self._recompute if wants_grad else None
-        return run_batch(self.model, batch, self.layout, recompute, attention=self._attention)
+        return run_rows(self.model, batch, self.layout, recompute, attention=self._attention)
 
     def _fill_stacks(self, *, wants_grad: bool) -> None:
         if self._stacks is None:

@@ -136,15 +136,15 @@ def _forward_step(microbatches: Iterator, model: TreeGPTModel, *, recompute: Rec
     return output, divided_loss
 
 
-def run_batch(
+def run_rows(
     model: ModelChunks,
     batch: PackedBatch,
     layout: ParallelLayout,
     recompute: RecomputePolicy | None,
     *,
     attention: Literal["tree", "thd"],
-) -> StepResult:
-    """Run this rank's rows of an update and reduce its loss over all ranks.
+) -> torch.Tensor:
+    """Run this rank's rows of an update; the host does not wait for them.
 
     Args:
         model: This rank's part of the model.
@@ -155,7 +155,7 @@ def run_batch(
         attention: As for `microbatch`.
 
     Returns:
-        The update's result, the same on every rank.
+        Sums over the rows, for `step_result`: loss, correct labels, entropy. float64, shape (3,).
 
     Raises:
         DataError: If the schedule is for other data- or pipeline-parallel sizes, a row cannot be shared, or nothing in
@@ -192,7 +192,20 @@ def run_batch(
         )
     # Only the last stage of a pipeline has losses.
     none = torch.zeros(1, 3, device=compute_device())
-    totals = (torch.stack(terms) if terms else none).double().sum(dim=0)
+    return (torch.stack(terms) if terms else none).double().sum(dim=0)
+
+
+def step_result(totals: torch.Tensor, batch: PackedBatch, layout: ParallelLayout) -> StepResult:
+    """Wait for the rows of an update and sum over all ranks.
+
+    Args:
+        totals: What `run_rows` returned; overwritten.
+        batch: The update.
+        layout: Where this rank stands.
+
+    Returns:
+        The update's result, the same on every rank.
+    """
     for group in (layout.replica_group, layout.pipeline_group):
         if group.size() > 1:
             dist.all_reduce(totals, group=group)
