@@ -25,15 +25,24 @@ from hf_megapack.megatron.experts import (
 )
 from hf_megapack.megatron.families import family_of
 from hf_megapack.megatron.host import compute_device, host_device
-from hf_megapack.megatron.lora import FactorStacks, attach_lora, factor_keys, initialize_lora, lora_parameters
+from hf_megapack.megatron.lora import (
+    FactorStacks,
+    attach_lora,
+    factor_keys,
+    initialize_lora,
+    linear_rules,
+    lora_parameters,
+)
 from hf_megapack.megatron.model import ModelOptions, build_model, compile_layers, whole_model_rules
 from hf_megapack.megatron.moe import check_experts
 from hf_megapack.megatron.parallel import initialize_parallel
 from hf_megapack.megatron.recompute import RecomputePolicy
 from hf_megapack.megatron.shards import Split, gather_full, take_shard
+from hf_megapack.megatron.split_products import Crossing, round_sums_once
 from hf_megapack.megatron.step import forward_row, microbatch, reduce_gradients, run_rows, step_result
 from hf_megapack.weights.adapter import resolve_lora
 from hf_megapack.weights.load import checkpoint_folder
+from hf_megapack.weights.names import module_of
 
 if TYPE_CHECKING:
     from hf_megapack.config import MegaPackConfig
@@ -102,6 +111,9 @@ class MegatronBackend:
         of_experts = expert_names(rules)
         dense_specs = {name: spec for name, spec in specs.items() if name not in of_experts}
         attach_lora(self.model, rules, dense_specs, heads, self.layout)
+        if self.layout.tensor_size > 1:
+            linears = [module_of(rule.parameter) for rule in linear_rules(rules)]
+            round_sums_once(self.model, linears, Crossing(self.layout.tensor_group, self.layout.sequence_parallel))
         attach_expert_lora(self.model, rules, specs)
         initialize_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)
         initialize_expert_lora(self.model, rules, peft_config.init_lora_weights, args.seed, self.layout)

@@ -1,4 +1,4 @@
-"""The products of `lora_products.py` where tensor parallelism splits a linear's outputs or its inputs.
+"""The products of a frozen linear whose outputs or inputs tensor parallelism splits, with low-rank updates or without.
 
 What the ranks must sum, they sum in float32 and round once. On one GPU a matrix product does the same, so a split
 linear differs from a whole one by float32's rounding, not by that of the activations' type; what crosses the ranks for
@@ -8,11 +8,14 @@ Shapes: N slots, L slots of this rank (N without sequence parallelism), I local 
 all projections together.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from hf_megapack.megatron.chunks import ModelChunks
 from hf_megapack.megatron.lora_products import full_precision_product, keep_input, kept_input
 
 
@@ -99,3 +102,74 @@ class SplitInputsWithUpdate(torch.autograd.Function):
         grad_a = full_precision_product(grad_inner_NR.T, input_NI)
         grad_b = full_precision_product(grad_LO.T, inner_LR)
         return grad_input, None, grad_a, grad_b, None, None, None
+
+
+class SplitOutputs(torch.autograd.Function):
+    """x W^T where each rank has some rows of W: takes (L, I), returns (N, O)."""
+
+    @staticmethod
+    def forward(ctx, input_LI, weight_OI, crossing):  # noqa: D102
+        ctx.crossing = crossing
+        ctx.save_for_backward(weight_OI)
+        return crossing.gather(input_LI) @ weight_OI.T
+
+    @staticmethod
+    def backward(ctx, grad_NO):  # noqa: D102
+        (weight_OI,) = ctx.saved_tensors
+        return ctx.crossing.total(full_precision_product(grad_NO, weight_OI)).to(grad_NO.dtype), None, None
+
+
+class SplitInputs(torch.autograd.Function):
+    """x W^T where each rank has some columns of W: takes (N, I), returns (L, O)."""
+
+    @staticmethod
+    def forward(ctx, input_NI, weight_OI, crossing):  # noqa: D102
+        ctx.crossing = crossing
+        ctx.save_for_backward(weight_OI)
+        return crossing.total(full_precision_product(input_NI, weight_OI.T)).to(input_NI.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_LO):  # noqa: D102
+        (weight_OI,) = ctx.saved_tensors
+        return ctx.crossing.gather(grad_LO) @ weight_OI, None, None
+
+
+class SplitLinear(torch.nn.Module):
+    """A frozen linear of Megatron-Core without an adapter, whose sums over ranks are rounded once.
+
+    Args:
+        base: The linear.
+        crossing: Between the ranks that split it.
+    """
+
+    def __init__(self, base: ColumnParallelLinear | RowParallelLinear, crossing: Crossing):
+        super().__init__()
+        self.base = base
+        self._crossing = crossing
+        self._product = SplitInputs if isinstance(base, RowParallelLinear) else SplitOutputs
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The frozen weight, which some Megatron-Core code reads from its linears."""
+        return self.base.weight
+
+    @torch.compiler.disable
+    def forward(self, input_TBD: torch.Tensor, *_args, **_kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output, and the bias that the linear leaves to its caller."""
+        output_NO = self._product.apply(input_TBD.flatten(0, -2), self.base.weight, self._crossing)
+        output, bias = output_NO.unflatten(0, (-1, *input_TBD.shape[1:-1])), self.base.bias
+        return (output, bias) if bias is None or self.base.skip_bias_add else (output + bias, None)
+
+
+def round_sums_once(model: ModelChunks, paths: Iterable[str], crossing: Crossing) -> None:
+    """Replace Megatron-Core's own linears, which round each rank's summand.
+
+    Args:
+        model: This rank's part of the model, its adapters attached.
+        paths: Linears of the whole model; those with an adapter, and other packages', are left alone.
+        crossing: Between the ranks that split them.
+    """
+    for path in paths:
+        base = model.module(path)
+        if isinstance(base, ColumnParallelLinear | RowParallelLinear):
+            model.replace(path, SplitLinear(base, crossing))

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from hf_megapack.megatron.lora_products import FrozenLinearWithUpdate, StackedFactors
-from hf_megapack.megatron.split_products import Crossing, SplitInputsWithUpdate, SplitOutputsWithUpdate
+from hf_megapack.megatron.split_products import (
+    Crossing,
+    SplitInputs,
+    SplitInputsWithUpdate,
+    SplitOutputs,
+    SplitOutputsWithUpdate,
+)
 from tests.helpers.thread_ranks import run_on_threads
 
 NUM_SLOTS, NUM_IN, NUM_OUT, RANK, RANKS = 24, 96, 64, 8, 2
@@ -95,3 +101,34 @@ def test_split_inputs(case, sequence_parallel, monkeypatch):
         for own_output, own_b in zip(outputs, grads_b, strict=True):
             assert_like(own_output, output)
             assert_like(own_b, grad_b)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("function", [SplitOutputs, SplitInputs])
+def test_without_an_update(case, function, sequence_parallel, monkeypatch):
+    x, weight, _, _, grad = case
+    splits_outputs = function is SplitOutputs
+
+    def own_slots(tensor, group):
+        return tensor.chunk(RANKS)[group.rank()] if sequence_parallel else tensor
+
+    def own_features(tensor, group, dim):
+        return tensor.chunk(RANKS, dim=dim)[group.rank()]
+
+    def run(group):
+        own_x = own_slots(x, group) if splits_outputs else own_features(x, group, 1)
+        own_grad = own_features(grad, group, 1) if splits_outputs else own_slots(grad, group)
+        leaf = own_x.clone().requires_grad_()
+        part = own_features(weight, group, 0 if splits_outputs else 1)
+        output = function.apply(leaf, part, Crossing(group, sequence_parallel))
+        return output.detach(), *torch.autograd.grad(output, leaf, own_grad)
+
+    results = run_on_threads(RANKS, run, monkeypatch)
+    for parts, whole, is_split in zip(zip(*results, strict=True), (x @ weight.T, grad @ weight), (1, 0), strict=True):
+        if splits_outputs == bool(is_split):
+            assert_like(torch.cat(parts, dim=1), whole)
+        elif sequence_parallel:
+            assert_like(torch.cat(parts), whole)
+        else:
+            for part in parts:
+                assert_like(part, whole)
