@@ -104,6 +104,8 @@ def plain_linear_cross_entropy(
     terms = empty_terms(hidden_ND, head, wants_grad=wants_grad)
     accumulate = terms.nll_N.dtype
     num_valid = head.num_valid_columns
+    # In the gradient's type, of which a split head's parts are added.
+    weight_VD = head.weight_VD[:num_valid].to(accumulate if head.group is not None else hidden_ND.dtype)
     rows = max(1, PLAIN_LOGITS // head.weight_VD.shape[0])
     for start in range(0, hidden_ND.shape[0], rows):
         part = slice(start, start + rows)
@@ -137,6 +139,5 @@ def plain_linear_cross_entropy(
         if terms.grad_ND is not None:
             exps_NV.scatter_add_(1, label_N1, -(is_mine_N * others_N)[:, None])
             exps_NV *= (weights_N[part] / normaliser_N)[:, None]
-            rounded_NV, dtype = exps_NV[:, :num_valid].to(hidden_ND.dtype), terms.grad_ND.dtype
-            terms.grad_ND[part] = rounded_NV.to(dtype) @ head.weight_VD[:num_valid].to(dtype)
+            terms.grad_ND[part] = exps_NV[:, :num_valid].to(hidden_ND.dtype).to(weight_VD.dtype) @ weight_VD
     return terms

@@ -7,8 +7,8 @@ import torch
 
 from hf_megapack.kernels.tree_blocks import plain_lists, plain_tree_blocks
 
-# Those of the attention kernels, one more, and one of which short rows have many.
-SIZES = [(128, 128), (192, 128), (128, 64), (64, 128), (16, 24)]
+# Those of the attention kernels, and one of which short rows have many.
+SIZES = [(128, 128), (192, 128), (128, 64), (64, 128), (64, 64), (16, 24)]
 
 
 def random_slots(num_slots: int, seed: int) -> torch.Tensor:

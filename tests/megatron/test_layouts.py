@@ -193,6 +193,9 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
     backend = MegatronBackend(llama(), args, ONE_LAYER)
     backend.load_adapter(random_adapter(backend.adapter_state()))
     seen["tied"] = one_step(backend, args, examples()[:5])
+    layers = [layer for chunk in backend.model for layer in chunk.decoder.layers]
+    parts = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    seen["linears"] = {type(layer.get_submodule(part)).__name__ for layer in layers for part in parts}
     backend.close()
     backend = MegatronBackend(llama(0.01), backend_args(**sizes, recompute="full"), WHOLE)
     seen["random"] = one_step(backend, args, examples()[:5])
@@ -254,6 +257,12 @@ def test_loss_metrics_and_gradients_equal_those_of_one_process(seen, alone, name
     assert len({(rank[what]["result"], rank[what]["norm"]) for rank in seen[name]}) == 1, "ranks disagree"
     if what == "step":
         assert alone[what]["num_rows"] > 2
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if "TP2" in name])
+def test_what_tensor_parallel_ranks_sum_is_never_left_to_linears_that_round_each_summand(seen, name):
+    """One layer has adapters on some of its linears, so both ways of summing are there."""
+    assert set().union(*(rank["linears"] for rank in seen[name])) == {"LoraLinear", "SplitLinear"}
 
 
 @pytest.mark.parametrize("name", ALL)
