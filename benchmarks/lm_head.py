@@ -1,7 +1,7 @@
 """Loss and hidden gradient of a frozen head on one NVIDIA GPU: ours beside Liger, cut-cross-entropy and plain torch.
 
     python benchmarks/lm_head.py            # 4,096 and 16,384 slots of a 152K vocabulary
-    python benchmarks/lm_head.py --sweep    # and our chunk sizes, logits dtypes and launch shapes
+    python benchmarks/lm_head.py --sweep    # and our chunk sizes and launch shapes
 
 Everybody gets the same bfloat16 hidden states and head (only the hidden states want a gradient), and computes the mean
 loss and that gradient. Rounds go through all of them in turn, so that a change of the GPU's clock meets all alike; the
@@ -27,8 +27,8 @@ from hf_megapack.megatron.loss import frozen_head_loss
 
 VOCABULARY, HIDDEN = 151_936, 4_096
 PACKAGES = ("torch", "triton", "liger-kernel", "cut-cross-entropy")
-SWEPT_ROWS = (128, 256, 384, 512, 768, 1024, 2048, 4096)
-SWEPT_LAUNCHES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32), (32768, 32))
+SWEPT_CHUNKS = tuple((rows, columns) for rows in (512, 1024, 2048, 4096) for columns in (4096, 8192, 16384, 32768))
+SWEPT_LAUNCHES = ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 32))
 
 Data = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Step = Callable[[Data], tuple[torch.Tensor, torch.Tensor | None]]
@@ -218,45 +218,44 @@ def print_table(figures: list[Figures], num_slots: int) -> None:
 
 
 def sweep_chunks(num_slots: int, rounds: int) -> list[Figures]:
-    """Return our figures for chunk sizes and logits dtypes."""
+    """Return our figures for chunks of other shapes and for logits that are rounded."""
     from hf_megapack.kernels.fused_cross_entropy import fused_linear_cross_entropy, plan_chunks
 
-    plan = plan_chunks(VOCABULARY, HIDDEN, torch.bfloat16)
-    sides = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows in SWEPT_ROWS:
-            swept = plan._replace(rows=rows, logits_dtype=dtype)
-            name = f"{rows} rows, {str(dtype).removeprefix('torch.')} logits"
-            sides[name] = our_terms(fused_linear_cross_entropy, plan=swept)
+    plan = plan_chunks(num_slots, VOCABULARY)
+    swept = {f"{rows} slots, {columns} columns": {"rows": rows, "columns": columns} for rows, columns in SWEPT_CHUNKS}
+    swept["bfloat16 logits"] = {"logits_dtype": torch.bfloat16}
+    sides = {
+        name: our_terms(fused_linear_cross_entropy, plan=plan._replace(**changes)) for name, changes in swept.items()
+    }
     return measure(sides, num_slots, rounds)
 
 
-def sweep_launches(rows: int, rounds: int) -> list[str]:
+def sweep_launches(num_slots: int, rounds: int) -> list[str]:
     """Return lines of a table: how long the kernel takes for one chunk, by its block and warps."""
-    from hf_megapack.kernels.cross_entropy_triton import exponentiate_rows
+    from hf_megapack.kernels.cross_entropy_triton import NUM_STATISTICS, exponentiate_rows
+    from hf_megapack.kernels.fused_cross_entropy import plan_chunks
 
-    labels = torch.randint(0, VOCABULARY, (rows,), device="cuda")
-    lines = [f"\nkernel, {rows} rows of logits", "| logits | block | warps | us | TB/s |", "|---|---|---|---|---|"]
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.empty((rows, VOCABULARY), dtype=dtype, device="cuda")
-        exps = logits.view(torch.bfloat16)[:, :VOCABULARY]
-        for block, num_warps in SWEPT_LAUNCHES:
-            times = []
-            try:
-                for _ in range(rounds + 3):
-                    logits.normal_(std=3)
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    begin.record()
-                    exponentiate_rows(logits, exps, labels, first_token=0, block=block, num_warps=num_warps)
-                    end.record()
-                    end.synchronize()
-                    times.append(begin.elapsed_time(end))
-            except Exception as error:  # a launch shape that this GPU does not take
-                lines.append(f"| {dtype} | {block} | {num_warps} | {type(error).__name__} | |")
-                continue
-            microseconds = 1e3 * statistics.median(times[3:])
-            moved = rows * VOCABULARY * (dtype.itemsize + 2) / microseconds / 1e6
-            lines.append(f"| {dtype} | {block} | {num_warps} | {microseconds:.0f} | {moved:.2f} |")
+    plan = plan_chunks(num_slots, VOCABULARY)
+    labels = torch.randint(0, VOCABULARY, (plan.rows,), device="cuda")
+    lines = [f"\nkernel, {plan.rows} x {plan.columns} logits", "| block | warps | us | TB/s |", "|---|---|---|---|"]
+    logits = torch.empty((plan.rows, plan.columns), device="cuda")
+    exps = logits.view(torch.bfloat16)[:, : plan.columns]
+    for block, num_warps in SWEPT_LAUNCHES:
+        times = []
+        for _ in range(rounds + 3):
+            logits.normal_(std=3)
+            statistics_5N = torch.zeros((NUM_STATISTICS, plan.rows), device="cuda")
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            exponentiate_rows(
+                logits, exps, None, labels, statistics_5N, first_token=0, block=block, num_warps=num_warps
+            )
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        microseconds = 1e3 * statistics.median(times[3:])
+        moved = logits.numel() * (4 + 2) / microseconds / 1e6
+        lines.append(f"| {block} | {num_warps} | {microseconds:.0f} | {moved:.2f} |")
     return lines
 
 
@@ -280,7 +279,7 @@ def main() -> None:
     tables, lines = [], []
     if args.sweep:
         tables += [(sweep_chunks(slots, args.rounds), slots) for slots in args.slots]
-        lines = [line for rows in (256, 1024) for line in sweep_launches(rows, args.rounds)]
+        lines = [line for slots in args.slots for line in sweep_launches(slots, args.rounds)]
     tables += [(measure(competitors(), slots, args.rounds), slots) for slots in args.slots]
     print("\n".join(lines))
     print(f"\n{torch.cuda.get_device_name()}, {', '.join(map(installed, PACKAGES))}")

@@ -92,6 +92,35 @@ def empty_terms(hidden_ND: torch.Tensor, head: HeadPart, *, wants_grad: bool) ->
     )
 
 
+def write_terms(
+    terms: SlotTerms,
+    part: slice,
+    relative_N: torch.Tensor,
+    others_N: torch.Tensor,
+    weighted_others_N: torch.Tensor,
+) -> torch.Tensor:
+    """Write what the sums over all columns of all ranks say about some slots, and return their normalisers.
+
+    Args:
+        terms: Where the terms go; the gradient is left alone.
+        part: The slots.
+        relative_N: The label's logit less the highest one. float32 or wider, shape (N,).
+        others_N: Sum of exp(logit - highest) over all tokens but the label. Same dtype and shape.
+        weighted_others_N: Sum of exp(logit - highest) * (logit - highest) over these. Same dtype and shape.
+
+    Returns:
+        Sum of exp(logit - highest) over all tokens. Same dtype and shape.
+    """
+    label_exp_N = relative_N.exp()
+    normaliser_N = others_N + label_exp_N
+    # A logit of minus infinity adds nothing to the entropy.
+    weighted_logits_N = weighted_others_N + (label_exp_N * relative_N).where(label_exp_N != 0, 0)
+    terms.nll_N[part] = normaliser_N.log() - relative_N
+    terms.entropy_N[part] = normaliser_N.log() - weighted_logits_N / normaliser_N
+    terms.is_correct_N[part] = relative_N == 0
+    return normaliser_N
+
+
 def plain_linear_cross_entropy(
     hidden_ND: torch.Tensor,
     head: HeadPart,
@@ -128,16 +157,9 @@ def plain_linear_cross_entropy(
         others_2N = torch.stack([exps_NV.sum(dim=1), torch.einsum("nv,nv->n", exps_NV, logits_NV)])
         if head.group is not None:
             dist.all_reduce(others_2N, group=head.group)
-        others_N, weighted_others_N = others_2N
-        relative_N = label_logit_N - highest_N
-        label_exp_N = relative_N.exp()
-        normaliser_N = others_N + label_exp_N
-        weighted_logits_N = weighted_others_N + (label_exp_N * relative_N).where(label_exp_N != 0, 0)
-        terms.nll_N[part] = normaliser_N.log() - relative_N
-        terms.entropy_N[part] = normaliser_N.log() - weighted_logits_N / normaliser_N
-        terms.is_correct_N[part] = relative_N == 0
+        normaliser_N = write_terms(terms, part, label_logit_N - highest_N, *others_2N)
         if terms.grad_ND is not None:
-            exps_NV.scatter_add_(1, label_N1, -(is_mine_N * others_N)[:, None])
+            exps_NV.scatter_add_(1, label_N1, -(is_mine_N * others_2N[0])[:, None])
             exps_NV *= (weights_N[part] / normaliser_N)[:, None]
             terms.grad_ND[part] = exps_NV[:, :num_valid].to(hidden_ND.dtype).to(weight_VD.dtype) @ weight_VD
     return terms

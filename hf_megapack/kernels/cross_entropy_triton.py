@@ -1,32 +1,30 @@
-"""Triton kernels between the two matrix products of a linear cross-entropy.
+"""Triton kernels around the two matrix products of a linear cross-entropy.
 
-One read of the logits is enough. Each row's exponentials are written over its logits as soon as they are read, relative
-to a reference that need not be the row's maximum: it is a logit of the row at most HEADROOM below it. The right factor
-per row is known at the end and is applied to the product with the head, which is linear in it. Only the label's own
-element is corrected before, so that a confident slot's `p - 1` is rounded relative to itself.
+A slot's logits come in chunks of columns. The sums and the product with the head go on from chunk to chunk as those of
+FlashAttention do from block to block: exponentials are relative to a reference, which is raised, together with all
+that was summed so far, when a logit lies HEADROOM above it. The label's column takes no part in this; its share of the
+gradient is added at the end in float32, so that a confident slot's `p - 1`, minus the sum of the others, loses nothing.
 
-    exps[n, v] = exp(logit[n, v] - reference[n])                               `exponentiate_rows`
-    exps[n, label] -= normaliser * exp(highest - reference[n])                 `settle_rows`
-    grad[n] = (exps @ head)[n] * weight * exp(reference[n] - highest) / normaliser
+    exps[n, v] = exp(logit[n, v] - reference[n]), 0 for the label              `exponentiate_rows`
+    product[n] = sum of exps[n, v] * head[v] over the columns                  cuBLAS
+    grad[n] = weight / normaliser * (exp(reference[n] - highest) * product[n] - others * head[label])
+                                                                               `settle_rows`
 
 bfloat16 has float32's exponents, so exponentials up to exp(HEADROOM) keep their precision.
 
-Does no product and no communication. Rows and sizes are those of one chunk. Imports Triton.
+Does no product and no communication. Imports Triton.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# A reference is at most this far below the highest logit of its row; one that falls behind is raised, at the price of
-# going over what the row has written so far.
+# A reference is at most this far below the highest logit of its row's others.
 HEADROOM = tl.constexpr(20.0)
-# How far above the reference of the label's own rank the highest logit of all ranks counts: exp() of more than 88 would
-# overflow in the label's element. Beyond it the rank's others are below 152,000 * exp(HEADROOM - FARTHEST) =
-# 6e-13 of the whole, of which the label's element is nearly all.
-FARTHEST = tl.constexpr(60.0)
-SETTLE_ROWS = 128
-# Rows of the statistics that exponentiate_rows leaves for settle_rows.
+# Elements of a gradient that `settle_rows` computes at once.
+SETTLE_BLOCK = 1024
+# The statistics of a row, float32: its highest logit; the label's; the sum of exp(logit - reference) and that of
+# exp(logit - reference) * (logit - reference) over all other tokens; the reference.
 HIGHEST, LABEL_LOGIT, OTHERS, WEIGHTED_OTHERS, REFERENCE = range(5)
 NUM_STATISTICS = 5
 
@@ -35,30 +33,39 @@ NUM_STATISTICS = 5
 def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides one by one)
     logits_ptr,
     exps_ptr,
+    product_ptr,
     labels_ptr,
     statistics_ptr,
     num_columns,
+    hidden_size,
     logits_stride,
     exps_stride,
+    product_stride,
     statistics_stride,
     first_token,
     WRITES: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     exps_ptr += row * exps_stride
+    product_ptr += row * product_stride
+    statistics_ptr += row
     label = tl.load(labels_ptr + row) - first_token
-    is_mine = (label >= 0) & (label < num_columns)
-    label_logit = tl.load(logits_ptr + label, mask=is_mine, other=float("-inf")).to(tl.float32)
-    # The label is often the highest: a good first reference.
-    reference = label_logit
-    highest = label_logit
-    others, weighted_others = 0.0, 0.0
+    highest = tl.load(statistics_ptr)
+    label_logit = tl.load(statistics_ptr + statistics_stride)
+    others = tl.load(statistics_ptr + 2 * statistics_stride)
+    weighted_others = tl.load(statistics_ptr + 3 * statistics_stride)
+    reference = tl.load(statistics_ptr + 4 * statistics_stride)
+    if (label >= 0) & (label < num_columns):
+        label_logit = tl.load(logits_ptr + label).to(tl.float32)
+        highest = tl.maximum(highest, label_logit)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         is_column = columns < num_columns
-        logits = tl.load(logits_ptr + columns, mask=is_column, other=float("-inf")).to(tl.float32)
+        is_other = is_column & (columns != label)
+        logits = tl.load(logits_ptr + columns, mask=is_other, other=float("-inf")).to(tl.float32)
         block_highest = tl.max(logits, axis=0)
         highest = tl.maximum(highest, block_highest)
         if block_highest > reference + HEADROOM:
@@ -74,158 +81,137 @@ def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides on
                 for earlier in tl.range(0, start, BLOCK, num_stages=1):
                     exp_ptr = exps_ptr + earlier + tl.arange(0, BLOCK)
                     tl.store(exp_ptr, (tl.load(exp_ptr).to(tl.float32) * factor).to(exps_ptr.dtype.element_ty))
+            if HAS_PRODUCT:
+                for begin in tl.range(0, hidden_size, BLOCK, num_stages=1):
+                    elements = begin + tl.arange(0, BLOCK)
+                    is_element = elements < hidden_size
+                    summed = tl.load(product_ptr + elements, mask=is_element)
+                    tl.store(product_ptr + elements, summed * factor, mask=is_element)
         relative = logits - tl.where(reference == float("-inf"), 0.0, reference)
         exps = tl.exp(relative)
-        other_exps = tl.where(columns == label, 0.0, exps)
-        others += tl.sum(other_exps, axis=0)
-        weighted_others += tl.sum(tl.where(other_exps == 0.0, 0.0, other_exps * relative), axis=0)
+        others += tl.sum(exps, axis=0)
+        weighted_others += tl.sum(tl.where(exps == 0.0, 0.0, exps * relative), axis=0)
         if WRITES:
             # They lie on the logits, no further on than these: every thread must have read its own.
             tl.debug_barrier()
             tl.store(exps_ptr + columns, exps.to(exps_ptr.dtype.element_ty), mask=is_column)
-    shift = tl.where(highest == float("-inf"), 0.0, reference - highest)
-    factor = tl.exp(shift)
-    statistics_ptr += row
     tl.store(statistics_ptr, highest)
     tl.store(statistics_ptr + statistics_stride, label_logit)
-    tl.store(statistics_ptr + 2 * statistics_stride, others * factor)
-    tl.store(statistics_ptr + 3 * statistics_stride, (weighted_others + shift * others) * factor)
+    tl.store(statistics_ptr + 2 * statistics_stride, others)
+    tl.store(statistics_ptr + 3 * statistics_stride, weighted_others)
     tl.store(statistics_ptr + 4 * statistics_stride, reference)
 
 
 @triton.jit
 def _settle_rows(  # noqa: PLR0913 (a kernel takes pointers and strides one by one)
-    exps_ptr,
+    product_ptr,
+    head_ptr,
     labels_ptr,
-    weights_ptr,
-    statistics_ptr,
-    nll_ptr,
-    entropy_ptr,
-    is_correct_ptr,
     factors_ptr,
-    num_rows,
+    label_factors_ptr,
+    grad_ptr,
     num_columns,
-    exps_stride,
-    statistics_stride,
+    hidden_size,
+    product_stride,
+    head_stride,
+    grad_stride,
     first_token,
-    WRITES: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    statistics_ptr += rows
-    highest = tl.load(statistics_ptr, mask=is_row, other=0.0)
-    label_logit = tl.load(statistics_ptr + statistics_stride, mask=is_row, other=0.0)
-    others = tl.load(statistics_ptr + 2 * statistics_stride, mask=is_row, other=1.0)
-    weighted_others = tl.load(statistics_ptr + 3 * statistics_stride, mask=is_row, other=0.0)
-    relative = label_logit - highest
-    label_exp = tl.exp(relative)
-    normaliser = others + label_exp
-    weighted_logits = weighted_others + tl.where(label_exp == 0.0, 0.0, label_exp * relative)
-    log_normaliser = tl.log(normaliser)
-    tl.store(nll_ptr + rows, log_normaliser - relative, mask=is_row)
-    tl.store(entropy_ptr + rows, log_normaliser - weighted_logits / normaliser, mask=is_row)
-    tl.store(is_correct_ptr + rows, (label_logit == highest).to(tl.int8), mask=is_row)
-    if WRITES:
-        reference = tl.load(statistics_ptr + 4 * statistics_stride, mask=is_row, other=0.0)
-        weight = tl.load(weights_ptr + rows, mask=is_row, other=0.0)
-        label = tl.load(labels_ptr + rows, mask=is_row, other=0) - first_token
-        is_mine = is_row & (label >= 0) & (label < num_columns)
-        shift = highest - reference
-        shift = tl.where(is_mine, tl.minimum(shift, FARTHEST), shift)
-        tl.store(factors_ptr + rows, weight * tl.exp(-shift) / normaliser, mask=is_row)
-        label_ptr = exps_ptr + rows.to(tl.int64) * exps_stride + label
-        tl.store(label_ptr, (-others * tl.exp(shift)).to(exps_ptr.dtype.element_ty), mask=is_mine)
+    row = tl.program_id(0).to(tl.int64)
+    elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_element = elements < hidden_size
+    label = tl.load(labels_ptr + row) - first_token
+    is_mine = (label >= 0) & (label < num_columns)
+    grad = tl.load(product_ptr + row * product_stride + elements, mask=is_element) * tl.load(factors_ptr + row)
+    label_row = tl.load(head_ptr + label * head_stride + elements, mask=is_element & is_mine, other=0.0)
+    grad -= tl.where(is_mine, tl.load(label_factors_ptr + row), 0.0) * label_row.to(tl.float32)
+    tl.store(grad_ptr + row * grad_stride + elements, grad.to(grad_ptr.dtype.element_ty), mask=is_element)
 
 
 def exponentiate_rows(
-    logits_NV: torch.Tensor,
-    exps_NV: torch.Tensor | None,
+    logits_NC: torch.Tensor,
+    exps_NC: torch.Tensor | None,
+    product_ND: torch.Tensor | None,
     labels_N: torch.Tensor,
+    statistics_5N: torch.Tensor,
     *,
     first_token: int,
     block: int,
     num_warps: int,
-) -> torch.Tensor:
-    """Write each row's exponentials over its logits and return the rows' statistics.
+) -> None:
+    """Write a chunk's exponentials over its logits and go on with the rows' statistics.
 
     Args:
-        logits_NV: bfloat16 or float32; each row contiguous.
-        exps_NV: Where the exponentials go: each row may begin where that of `logits_NV` does, with elements no wider.
+        logits_NC: The C columns of this chunk, bfloat16 or float32; each row contiguous.
+        exps_NC: Where the exponentials go: each row may begin where that of `logits_NC` does, with elements no wider.
             None if only the statistics are wanted.
+        product_ND: What earlier chunks summed relative to the rows' references, scaled with these; None in the first
+            chunk. float32; each row contiguous.
         labels_N: Token that each row predicts. int64.
+        statistics_5N: Of all earlier chunks. float32, each row contiguous; changed in place. At the beginning the sums
+            are 0 and the logits minus infinity; the label's stays so if its column is not here, and the reference
+            while no logit is finite.
         first_token: The token of the first column.
         block: Columns read at once, a power of two.
         num_warps: Warps per row.
-
-    Returns:
-        float32, shape (5, N): the highest logit; the label's logit, minus infinity if its column is not here; the sum
-        of exp(logit - highest) and that of exp(logit - highest) * (logit - highest), both without the label; the
-        reference of `exps_NV`, minus infinity for a row without finite logits.
     """
-    num_rows, num_columns = logits_NV.shape
-    statistics_5N = torch.empty((NUM_STATISTICS, num_rows), dtype=torch.float32, device=logits_NV.device)
-    target_NV = logits_NV if exps_NV is None else exps_NV
+    num_rows, num_columns = logits_NC.shape
+    target_NC = logits_NC if exps_NC is None else exps_NC
     _exponentiate_rows[(num_rows,)](
-        logits_NV,
-        target_NV,
+        logits_NC,
+        target_NC,
+        statistics_5N if product_ND is None else product_ND,
         labels_N,
         statistics_5N,
         num_columns,
-        logits_NV.stride(0),
-        target_NV.stride(0),
+        0 if product_ND is None else product_ND.shape[1],
+        logits_NC.stride(0),
+        target_NC.stride(0),
+        0 if product_ND is None else product_ND.stride(0),
         statistics_5N.stride(0),
         first_token,
-        WRITES=exps_NV is not None,
+        WRITES=exps_NC is not None,
+        HAS_PRODUCT=product_ND is not None,
         BLOCK=block,
         num_warps=num_warps,
     )
-    return statistics_5N
 
 
 def settle_rows(
-    exps_NV: torch.Tensor | None,
+    product_ND: torch.Tensor,
+    head_VD: torch.Tensor,
     labels_N: torch.Tensor,
-    weights_N: torch.Tensor,
-    statistics_5N: torch.Tensor,
+    factors_N: torch.Tensor,
+    label_factors_N: torch.Tensor,
     *,
     first_token: int,
-    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> torch.Tensor | None:
-    """Write the rows' terms, replace the label's element of `exps_NV` and return the factors of the product's rows.
+    grad_ND: torch.Tensor,
+) -> None:
+    """Write the gradient: the product by its factors, less the label's row of the head by its own.
 
     Args:
-        exps_NV: What `exponentiate_rows` wrote; None for the terms alone.
+        product_ND: float32; each row contiguous.
+        head_VD: Each row contiguous. A label that is not among its rows has no share.
         labels_N: Token that each row predicts. int64.
-        weights_N: Factor of each row's loss. float32.
-        statistics_5N: As `exponentiate_rows` returns them, the first four over all columns of all ranks, the last of
-            this rank's.
-        first_token: The token of the first column.
-        into: Negative log-likelihood and entropy, float32, and whether the label is a highest one, bool, each shape
-            (N,).
-
-    Returns:
-        float32, shape (N,): `factors[n] * (exps_NV @ head)[n]` is the gradient of row n. None without `exps_NV`.
+        factors_N: float32.
+        label_factors_N: float32.
+        first_token: The token of the head's first row.
+        grad_ND: Where the gradient goes, rounded to its dtype once; each row contiguous.
     """
-    num_rows = labels_N.shape[0]
-    writes = exps_NV is not None
-    factors_N = torch.empty_like(weights_N) if writes else None
-    nll_N, entropy_N, is_correct_N = into
-    _settle_rows[(triton.cdiv(num_rows, SETTLE_ROWS),)](
-        exps_NV if writes else statistics_5N,
+    num_rows, hidden_size = product_ND.shape
+    _settle_rows[(num_rows, triton.cdiv(hidden_size, SETTLE_BLOCK))](
+        product_ND,
+        head_VD,
         labels_N,
-        weights_N,
-        statistics_5N,
-        nll_N,
-        entropy_N,
-        is_correct_N.view(torch.int8),
-        factors_N if writes else weights_N,
-        num_rows,
-        exps_NV.shape[1] if writes else 0,
-        exps_NV.stride(0) if writes else 0,
-        statistics_5N.stride(0),
+        factors_N,
+        label_factors_N,
+        grad_ND,
+        head_VD.shape[0],
+        hidden_size,
+        product_ND.stride(0),
+        head_VD.stride(0),
+        grad_ND.stride(0),
         first_token,
-        WRITES=writes,
-        ROWS=SETTLE_ROWS,
+        BLOCK=SETTLE_BLOCK,
     )
-    return factors_N

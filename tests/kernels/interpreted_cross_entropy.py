@@ -44,9 +44,9 @@ def run_fused(case, head, *, plan, wants_grad=True):
 @pytest.mark.parametrize(("dtype", "logits_dtype"), [("float32", "float32"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("num_slots", [0, 1, 5])
 def test_the_whole_head(kind, dtype, logits_dtype, num_slots):
-    """Blocks of 16 columns, the last one partial, and of chunks of two slots the last one too."""
+    """Blocks of 16 columns in chunks of 48, the last ones partial, and of two slots at a time the last one too."""
     case = case_of(kind, num_slots=num_slots, num_tokens=75, dtype=getattr(torch, dtype), seed=num_slots)
-    plan = Plan(2, getattr(torch, logits_dtype), block=16, num_warps=1)
+    plan = Plan(2, 48, getattr(torch, logits_dtype), block=16, num_warps=1)
     expected = reference_terms(case)
     check_terms(run_fused(case, HeadPart(case.head, 0, 75, None), plan=plan), expected, case, conversion=CUT_OFF)
     no_grad = run_fused(case, HeadPart(case.head, 0, 75, None), plan=plan, wants_grad=False)
@@ -63,7 +63,7 @@ def test_a_split_head(kind, num_ranks, dtype, hidden_size, monkeypatch):
     """The last rank of three holds padding alone, and the one before it some; with 64 logits lie 100 and more apart."""
     sizes = {"num_slots": 5, "num_tokens": 75, "hidden_size": hidden_size}
     case = case_of(kind, **sizes, dtype=getattr(torch, dtype), seed=num_ranks)
-    plan = Plan(3, torch.float32, block=16, num_warps=1)
+    plan = Plan(3, 32, torch.float32, block=16, num_warps=1)
 
     def run(group):
         return run_fused(case, split_head(case, group, num_ranks), plan=plan)
@@ -82,22 +82,22 @@ def test_a_split_head(kind, num_ranks, dtype, hidden_size, monkeypatch):
     num_tokens=st.integers(2, 140),
     padding=st.integers(0, 70),
     rows=st.integers(1, 4),
+    columns=st.integers(1, 150),
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 10**6),
 )
-def test_any_sizes(num_slots, num_tokens, padding, rows, kind, seed):
+def test_any_sizes(num_slots, num_tokens, padding, rows, columns, kind, seed):
     case = case_of(kind, num_slots=num_slots, num_tokens=num_tokens, dtype=torch.float32, seed=seed)
     poison = torch.full((padding, case.head.shape[1]), torch.nan)
     head = HeadPart(torch.cat([case.head, poison]), 0, num_tokens, None)
-    check_terms(
-        run_fused(case, head, plan=Plan(rows, torch.float32, 16, 1)), reference_terms(case), case, conversion=CUT_OFF
-    )
+    terms = run_fused(case, head, plan=Plan(rows, columns, torch.float32, 16, 1))
+    check_terms(terms, reference_terms(case), case, conversion=CUT_OFF)
 
 
 def test_bfloat16_logits_are_those_of_a_rounded_product():
     """In place and as narrow as the exponentials; against the rounded logits the result is exact all the same."""
     case = case_of("plain", num_slots=7, num_tokens=75, dtype=torch.bfloat16, seed=3)
-    terms = run_fused(case, HeadPart(case.head, 0, 75, None), plan=Plan(3, torch.bfloat16, 16, 1))
+    terms = run_fused(case, HeadPart(case.head, 0, 75, None), plan=Plan(3, 32, torch.bfloat16, 16, 1))
     check_terms(terms, reference_terms(case, logits_dtype=torch.bfloat16), case, conversion=CUT_OFF)
 
 
@@ -105,7 +105,7 @@ def test_a_label_that_nobody_holds_has_infinite_loss():
     case = case_of("plain", num_slots=3, num_tokens=75, dtype=torch.float32, seed=4)
     case.labels[1] = 75
     head = HeadPart(case.head, 0, 75, None)
-    plan = Plan(3, torch.float32, block=16, num_warps=1)
+    plan = Plan(3, 32, torch.float32, block=16, num_warps=1)
     for function in (fused_linear_cross_entropy, cross_entropy.plain_linear_cross_entropy):
         options = {"plan": plan} if function is fused_linear_cross_entropy else {}
         terms = function(case.hidden, head, case.labels, case.weights, wants_grad=True, **options)
@@ -118,13 +118,20 @@ def test_a_logit_that_is_no_number_is_not_hidden(value, column):
     case = case_of("plain", num_slots=3, num_tokens=75, dtype=torch.float32, seed=5)
     case.labels[:] = 7
     case.head[column, 0] = value
-    terms = run_fused(case, HeadPart(case.head, 0, 75, None), plan=Plan(3, torch.float32, 16, 1))
+    terms = run_fused(case, HeadPart(case.head, 0, 75, None), plan=Plan(3, 32, torch.float32, 16, 1))
     finite = terms.nll_N.isfinite() & terms.grad_ND.isfinite().all(dim=1)
     assert not finite.any()
 
 
-@pytest.mark.parametrize(("num_columns", "rows"), [(151_936, 512), (32_000, 2_560), (50, 5_120)])
-def test_plans_fill_their_buffer_with_whole_tiles(num_columns, rows):
-    plan = plan_chunks(num_columns, 4096 if num_columns > 50 else 16_000, torch.bfloat16)
-    assert plan.rows == rows
-    assert plan_chunks(10**8, 64, torch.float32).rows == fused_cross_entropy.TILE_ROWS
+@settings(max_examples=200)
+@given(num_slots=st.integers(0, 40_000), num_columns=st.integers(0, 300_000))
+def test_plans_are_whole_tiles_that_fill_the_buffer(num_slots, num_columns):
+    plan = plan_chunks(num_slots, num_columns)
+    tile = fused_cross_entropy.TILE
+    assert plan.rows % tile == plan.columns % tile == 0
+    assert plan.rows <= fused_cross_entropy.MOST_ROWS
+    assert plan.rows * (plan.columns - tile) <= fused_cross_entropy.CHUNK_LOGITS
+    # No part is a small rest.
+    for size, part in ((num_slots, plan.rows), (num_columns, plan.columns)):
+        parts = max(1, -(-size // part))
+        assert part - size // parts <= 2 * tile
