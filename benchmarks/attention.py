@@ -104,6 +104,13 @@ def result(case: Case, backend: str, pairs: int, times: tuple[float, float], **m
     return {"case": case.name, "backend": backend, "pairs": pairs, "ms": times, **rates, **more}
 
 
+def report(line: dict) -> None:
+    """Hand a line of the table over, and print it at once: the tables come when all is done."""
+    workload.emit(line)
+    rates = ", ".join(f"{key} {line[key]:.0f}" for key in ("forward", "backward", "both"))
+    print(f"{line['case']}, {line['backend']}: {rates} TFLOP/s, both {line['ms'][1]:.3f} ms", flush=True)
+
+
 def force_kernels(kernels: str) -> None:
     """Make tree attention use one kind of kernels, whatever it would choose."""
     from hf_megapack.megatron import attention
@@ -276,7 +283,7 @@ def run_ours(backend: str, options: argparse.Namespace, device: torch.device, dt
             print(f"{case.name}: {type(error).__name__}: {str(error).strip()[:300]}", flush=True)
             continue
         pairs, slots = count_pairs(row, case.window), row.input_ids.size
-        workload.emit(result(case, backend, pairs, times, slots=slots, mask_ms=mask, first_s=first))
+        report(result(case, backend, pairs, times, slots=slots, mask_ms=mask, first_s=first))
         if number == 0 and device.type == "cuda":
             print(f"kernels: {kernel_names(functools.partial(forward_and_backward, once))}", flush=True)
     workload.emit({"backend": backend, "compilations": count_compilations(backend, device, dtype, options)})
@@ -332,7 +339,7 @@ def run_dense(options: argparse.Namespace, device: torch.device, dtype: torch.dt
                     print(f"{name}, {case.name}: {type(error).__name__}: {str(error).strip()[:200]}", flush=True)
                     continue
                 label = name if groups == case.heads[1] else f"{name}, heads repeated"
-                workload.emit(result(case, label, length * (length + 1) // 2, times, slots=length))
+                report(result(case, label, length * (length + 1) // 2, times, slots=length))
                 break
 
 
