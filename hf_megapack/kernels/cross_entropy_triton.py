@@ -61,14 +61,14 @@ def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides on
     if (label >= 0) & (label < num_columns):
         label_logit = tl.load(logits_ptr + label).to(tl.float32)
         highest = tl.maximum(highest, label_logit)
-    # Each thread sums its own columns; adding them up costs a wait for each other.
-    exps_sum = tl.zeros([BLOCK], dtype=tl.float32)
-    weighted_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    columns = tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + columns, mask=columns < num_columns, other=float("-inf")).to(tl.float32)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        is_column = columns < num_columns
-        is_other = is_column & (columns != label)
-        logits = tl.load(logits_ptr + columns, mask=is_other, other=float("-inf")).to(tl.float32)
+        # On their way while this block is computed.
+        later = columns + BLOCK
+        later_logits = tl.load(logits_ptr + later, mask=later < num_columns, other=float("-inf"))
+        logits = tl.where(columns == label, float("-inf"), logits)
         block_highest = tl.max(logits, axis=0)
         highest = tl.maximum(highest, block_highest)
         if block_highest > reference + HEADROOM:
@@ -77,8 +77,6 @@ def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides on
             factor = tl.where(is_first, 0.0, tl.exp(shift))
             weighted_others = (weighted_others + shift * others) * factor
             others = others * factor
-            weighted_sum = (weighted_sum + shift * exps_sum) * factor
-            exps_sum = exps_sum * factor
             reference = block_highest
             if WRITES:
                 # Other threads may have written what this one reads.
@@ -94,16 +92,17 @@ def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides on
                     tl.store(product_ptr + elements, summed * factor, mask=is_element)
         relative = logits - tl.where(reference == float("-inf"), 0.0, reference)
         exps = tl.exp(relative)
-        exps_sum += exps
-        weighted_sum += tl.where(exps == 0.0, 0.0, exps * relative)
+        others += tl.sum(exps, axis=0)
+        weighted_others += tl.sum(tl.where(exps == 0.0, 0.0, exps * relative), axis=0)
         if WRITES:
             # They lie on the logits, no further on than these: every thread must have read its own.
             tl.debug_barrier()
-            tl.store(exps_ptr + columns, exps.to(exps_ptr.dtype.element_ty), mask=is_column)
+            tl.store(exps_ptr + columns, exps.to(exps_ptr.dtype.element_ty), mask=columns < num_columns)
+        logits = later_logits.to(tl.float32)
     tl.store(statistics_ptr, highest)
     tl.store(statistics_ptr + statistics_stride, label_logit)
-    tl.store(statistics_ptr + 2 * statistics_stride, others + tl.sum(exps_sum, axis=0))
-    tl.store(statistics_ptr + 3 * statistics_stride, weighted_others + tl.sum(weighted_sum, axis=0))
+    tl.store(statistics_ptr + 2 * statistics_stride, others)
+    tl.store(statistics_ptr + 3 * statistics_stride, weighted_others)
     tl.store(statistics_ptr + 4 * statistics_stride, reference)
 
 

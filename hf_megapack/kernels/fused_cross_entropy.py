@@ -1,8 +1,8 @@
 """Linear cross-entropy on a GPU: cuBLAS for the two products, a Triton kernel between them.
 
-Some thousand slots go through the vocabulary chunk by chunk of its columns, and the loss and the hidden gradient are
+A thousand slots go through the vocabulary chunk by chunk of its columns, and the loss and the hidden gradient are
 there at its end: as in FlashAttention, both are sums relative to a reference that follows the highest logit. One chunk
-of logits exists at a time, in a buffer that stays near the processors, and its exponentials take its place. The logits
+of logits exists at a time, and its exponentials take its place. The logits
 of bfloat16 inputs stay float32: rounding them to bfloat16 would move a logit of 20 by up to 0.06, and its probability
 by as many parts.
 
@@ -33,9 +33,9 @@ from hf_megapack.kernels.cross_entropy_triton import (
 )
 
 # Slots that go through the vocabulary together at most.
-MOST_ROWS = 2048
-# Logits of a chunk: 64 MiB of float32.
-CHUNK_LOGITS = 2**24
+MOST_ROWS = 1024
+# Logits of a chunk: 128 MiB of float32.
+CHUNK_LOGITS = 2**25
 # Rows and columns of a matrix product's tile; chunks are multiples of it, and rows of the buffer are well aligned.
 TILE = 128
 # exp() of less is zero in float32.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hf_megapack.config import MegaPackConfig
 
 # By the kernels that tree attention would take: sizes of heads for which "thd" was measured to be faster on rows that
-# share nothing, with and without a window, without context parallelism.
-FASTER_HEAD_SIZES: dict[str, tuple[int, ...]] = {"flash": (), "triton": ()}
+# share nothing, without context parallelism.
+FASTER_HEAD_SIZES: dict[str, tuple[int, ...]] = {"flash": (), "triton": (64, 128)}
 
 
 def choose_attention(*, head_dim: int, tree_kernels: str, context_parallel_size: int) -> Literal["tree", "thd"]:
@@ -94,9 +94,10 @@ def _obstacle(args: "MegaPackConfig") -> str | None:
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         return f"needs a GPU of compute capability 8.0 or later, and this one has {major}.{minor}"
-    if args.full_determinism and major < 10:
+    if (args.full_determinism or torch.are_deterministic_algorithms_enabled()) and major < 10:
+        cause = "full_determinism=True" if args.full_determinism else "torch.use_deterministic_algorithms(True)"
         return (
-            "with full_determinism=True needs a GPU of compute capability 10.0 or later, because Transformer Engine's "
+            f"with {cause} needs a GPU of compute capability 10.0 or later, because Transformer Engine's "
             f"repeatable kernels serve short rows only before that, and this one has {major}.{minor}"
         )
     return None

@@ -232,6 +232,16 @@ def test_thd_is_refused_by_name_where_it_cannot_run(on_gpu, tmp_path, options, m
     assert resolve(args, model) == "tree"
 
 
+def test_thd_is_refused_where_torch_itself_asks_for_repeatable_results(on_gpu, tmp_path):
+    args = arguments(tmp_path, attention="thd", bf16=True)
+    on_gpu.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(ConfigError, match=r"with torch.use_deterministic_algorithms\(True\) needs .* 10.0 or later"):
+        resolve(args)
+    args.attention = "auto"
+    on_gpu.setattr(choice, "FASTER_HEAD_SIZES", {"flash": (12, 16), "triton": (12, 16)})
+    assert resolve(args) == "tree"
+
+
 def test_thd_is_refused_for_heads_that_it_computes_wrongly(on_gpu, tmp_path):
     config = CONFIGS["qwen3"]()
     config.head_dim = 256
