@@ -232,7 +232,7 @@ def sweep_chunks(num_slots: int, rounds: int) -> list[Figures]:
 
 def sweep_launches(num_slots: int, rounds: int) -> list[str]:
     """Return lines of a table: how long the kernel takes for one chunk, by its block and warps."""
-    from hf_megapack.kernels.cross_entropy_triton import NUM_STATISTICS, exponentiate_rows
+    from hf_megapack.kernels.cross_entropy_triton import NUM_STATISTICS, Rows, exponentiate_rows
     from hf_megapack.kernels.fused_cross_entropy import plan_chunks
 
     plan = plan_chunks(num_slots, VOCABULARY)
@@ -244,12 +244,10 @@ def sweep_launches(num_slots: int, rounds: int) -> list[str]:
         times = []
         for _ in range(rounds + 3):
             logits.normal_(std=3)
-            statistics_5N = torch.zeros((NUM_STATISTICS, plan.rows), device="cuda")
+            rows = Rows(labels, torch.zeros((NUM_STATISTICS, plan.rows), device="cuda"), None)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            exponentiate_rows(
-                logits, exps, None, labels, statistics_5N, first_token=0, block=block, num_warps=num_warps
-            )
+            exponentiate_rows(logits, exps, rows, first_token=0, block=block, num_warps=num_warps)
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))

@@ -15,6 +15,8 @@ bfloat16 has float32's exponents, so exponentials up to exp(HEADROOM) keep their
 Does no product and no communication. Imports Triton.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,38 @@ SETTLE_BLOCK = 1024
 # exp(logit - reference) * (logit - reference) over all other tokens; the reference.
 HIGHEST, LABEL_LOGIT, OTHERS, WEIGHTED_OTHERS, REFERENCE = range(5)
 NUM_STATISTICS = 5
+# exp() of less is zero in float32.
+LOWEST = tl.constexpr(-200.0)
+
+
+class Rows(NamedTuple):
+    """What goes with some slots through the vocabulary.
+
+    Attributes:
+        labels_N: Token that each predicts. int64, contiguous.
+        statistics_5N: Of the columns so far. float32, contiguous. At the beginning the sums are 0 and the rest minus
+            infinity; the label's logit stays so if its column is not here, and the reference while no logit is finite.
+        product_ND: Sum of exps[n, v] * head[v] over the columns so far. float32, contiguous; None if it is not wanted,
+            or of no columns.
+    """
+
+    labels_N: torch.Tensor
+    statistics_5N: torch.Tensor
+    product_ND: torch.Tensor | None
+
+
+@triton.jit
+def _add_pairs(first, second, other_first, other_second):
+    return first + other_first, second + other_second
+
+
+@triton.jit
+def _scale(ptr, size, factor, BLOCK: tl.constexpr):
+    for begin in tl.range(0, size, BLOCK, num_stages=1):
+        elements = begin + tl.arange(0, BLOCK)
+        is_element = elements < size
+        scaled = tl.load(ptr + elements, mask=is_element).to(tl.float32) * factor
+        tl.store(ptr + elements, scaled.to(ptr.dtype.element_ty), mask=is_element)
 
 
 @triton.jit
@@ -61,6 +95,10 @@ def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides on
     if (label >= 0) & (label < num_columns):
         label_logit = tl.load(logits_ptr + label).to(tl.float32)
         highest = tl.maximum(highest, label_logit)
+        # Every thread has the label's logit before it goes, and sees none afterwards.
+        tl.debug_barrier()
+        tl.store(logits_ptr + label, float("-inf"))
+        tl.debug_barrier()
     columns = tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + columns, mask=columns < num_columns, other=float("-inf")).to(tl.float32)
     for start in range(0, num_columns, BLOCK):
@@ -68,32 +106,27 @@ def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides on
         # On their way while this block is computed.
         later = columns + BLOCK
         later_logits = tl.load(logits_ptr + later, mask=later < num_columns, other=float("-inf"))
-        logits = tl.where(columns == label, float("-inf"), logits)
         block_highest = tl.max(logits, axis=0)
         highest = tl.maximum(highest, block_highest)
         if block_highest > reference + HEADROOM:
-            is_first = reference == float("-inf")
-            shift = tl.where(is_first, 0.0, reference - block_highest)
-            factor = tl.where(is_first, 0.0, tl.exp(shift))
+            shift = tl.maximum(reference - block_highest, LOWEST)
+            factor = tl.exp(shift)
             weighted_others = (weighted_others + shift * others) * factor
             others = others * factor
             reference = block_highest
             if WRITES:
                 # Other threads may have written what this one reads.
                 tl.debug_barrier()
-                for earlier in tl.range(0, start, BLOCK, num_stages=1):
-                    exp_ptr = exps_ptr + earlier + tl.arange(0, BLOCK)
-                    tl.store(exp_ptr, (tl.load(exp_ptr).to(tl.float32) * factor).to(exps_ptr.dtype.element_ty))
+                _scale(exps_ptr, start, factor, BLOCK)
             if HAS_PRODUCT:
-                for begin in tl.range(0, hidden_size, BLOCK, num_stages=1):
-                    elements = begin + tl.arange(0, BLOCK)
-                    is_element = elements < hidden_size
-                    summed = tl.load(product_ptr + elements, mask=is_element)
-                    tl.store(product_ptr + elements, summed * factor, mask=is_element)
-        relative = logits - tl.where(reference == float("-inf"), 0.0, reference)
+                _scale(product_ptr, hidden_size, factor, BLOCK)
+        from_reference = tl.where(reference == float("-inf"), 0.0, reference)
+        # A logit of minus infinity adds nothing to either sum.
+        relative = tl.maximum(logits - from_reference, LOWEST, propagate_nan=tl.PropagateNan.ALL)
         exps = tl.exp(relative)
-        others += tl.sum(exps, axis=0)
-        weighted_others += tl.sum(tl.where(exps == 0.0, 0.0, exps * relative), axis=0)
+        block_others, block_weighted = tl.reduce((exps, exps * relative), 0, _add_pairs)
+        others += block_others
+        weighted_others += block_weighted
         if WRITES:
             # They lie on the logits, no further on than these: every thread must have read its own.
             tl.debug_barrier()
@@ -112,12 +145,12 @@ def _settle_rows(  # noqa: PLR0913 (a kernel takes pointers and strides one by o
     head_ptr,
     labels_ptr,
     factors_ptr,
-    label_factors_ptr,
     grad_ptr,
     num_columns,
     hidden_size,
     product_stride,
     head_stride,
+    factors_stride,
     grad_stride,
     first_token,
     BLOCK: tl.constexpr,
@@ -129,92 +162,72 @@ def _settle_rows(  # noqa: PLR0913 (a kernel takes pointers and strides one by o
     is_mine = (label >= 0) & (label < num_columns)
     grad = tl.load(product_ptr + row * product_stride + elements, mask=is_element) * tl.load(factors_ptr + row)
     label_row = tl.load(head_ptr + label * head_stride + elements, mask=is_element & is_mine, other=0.0)
-    grad -= tl.where(is_mine, tl.load(label_factors_ptr + row), 0.0) * label_row.to(tl.float32)
+    grad -= tl.where(is_mine, tl.load(factors_ptr + factors_stride + row), 0.0) * label_row.to(tl.float32)
     tl.store(grad_ptr + row * grad_stride + elements, grad.to(grad_ptr.dtype.element_ty), mask=is_element)
 
 
 def exponentiate_rows(
-    logits_NC: torch.Tensor,
-    exps_NC: torch.Tensor | None,
-    product_ND: torch.Tensor | None,
-    labels_N: torch.Tensor,
-    statistics_5N: torch.Tensor,
-    *,
-    first_token: int,
-    block: int,
-    num_warps: int,
+    logits_NC: torch.Tensor, exps_NC: torch.Tensor | None, rows: Rows, *, first_token: int, block: int, num_warps: int
 ) -> None:
     """Write a chunk's exponentials over its logits and go on with the rows' statistics.
 
     Args:
-        logits_NC: The C columns of this chunk, bfloat16 or float32; each row contiguous.
+        logits_NC: The C columns of this chunk, bfloat16 or float32; each row contiguous. Not to be used afterwards.
         exps_NC: Where the exponentials go: each row may begin where that of `logits_NC` does, with elements no wider.
             None if only the statistics are wanted.
-        product_ND: What earlier chunks summed relative to the rows' references, scaled with these; None in the first
-            chunk. float32; each row contiguous.
-        labels_N: Token that each row predicts. int64.
-        statistics_5N: Of all earlier chunks. float32, each row contiguous; changed in place. At the beginning the sums
-            are 0 and the logits minus infinity; the label's stays so if its column is not here, and the reference
-            while no logit is finite.
+        rows: The statistics are changed, and the product is scaled where the row's reference is raised.
         first_token: The token of the first column.
         block: Columns read at once, a power of two.
         num_warps: Warps per row.
     """
     num_rows, num_columns = logits_NC.shape
     target_NC = logits_NC if exps_NC is None else exps_NC
+    has_product = rows.product_ND is not None
+    product_ND = rows.product_ND if has_product else rows.statistics_5N
     _exponentiate_rows[(num_rows,)](
         logits_NC,
         target_NC,
-        statistics_5N if product_ND is None else product_ND,
-        labels_N,
-        statistics_5N,
+        product_ND,
+        rows.labels_N,
+        rows.statistics_5N,
         num_columns,
-        0 if product_ND is None else product_ND.shape[1],
+        product_ND.shape[1],
         logits_NC.stride(0),
         target_NC.stride(0),
-        0 if product_ND is None else product_ND.stride(0),
-        statistics_5N.stride(0),
+        product_ND.stride(0),
+        rows.statistics_5N.stride(0),
         first_token,
         WRITES=exps_NC is not None,
-        HAS_PRODUCT=product_ND is not None,
+        HAS_PRODUCT=has_product,
         BLOCK=block,
         num_warps=num_warps,
     )
 
 
 def settle_rows(
-    product_ND: torch.Tensor,
-    head_VD: torch.Tensor,
-    labels_N: torch.Tensor,
-    factors_N: torch.Tensor,
-    label_factors_N: torch.Tensor,
-    *,
-    first_token: int,
-    grad_ND: torch.Tensor,
+    rows: Rows, head_VD: torch.Tensor, factors_2N: torch.Tensor, *, first_token: int, grad_ND: torch.Tensor
 ) -> None:
     """Write the gradient: the product by its factors, less the label's row of the head by its own.
 
     Args:
-        product_ND: float32; each row contiguous.
+        rows: With the product.
         head_VD: Each row contiguous. A label that is not among its rows has no share.
-        labels_N: Token that each row predicts. int64.
-        factors_N: float32.
-        label_factors_N: float32.
+        factors_2N: Of the product and of the label's row. float32, contiguous.
         first_token: The token of the head's first row.
         grad_ND: Where the gradient goes, rounded to its dtype once; each row contiguous.
     """
-    num_rows, hidden_size = product_ND.shape
+    num_rows, hidden_size = rows.product_ND.shape
     _settle_rows[(num_rows, triton.cdiv(hidden_size, SETTLE_BLOCK))](
-        product_ND,
+        rows.product_ND,
         head_VD,
-        labels_N,
-        factors_N,
-        label_factors_N,
+        rows.labels_N,
+        factors_2N,
         grad_ND,
         head_VD.shape[0],
         hidden_size,
-        product_ND.stride(0),
+        rows.product_ND.stride(0),
         head_VD.stride(0),
+        factors_2N.stride(0),
         grad_ND.stride(0),
         first_token,
         BLOCK=SETTLE_BLOCK,

@@ -2,9 +2,8 @@
 
 A thousand slots go through the vocabulary chunk by chunk of its columns, and the loss and the hidden gradient are
 there at its end: as in FlashAttention, both are sums relative to a reference that follows the highest logit. One chunk
-of logits exists at a time, and its exponentials take its place. The logits
-of bfloat16 inputs stay float32: rounding them to bfloat16 would move a logit of 20 by up to 0.06, and its probability
-by as many parts.
+of logits exists at a time, and its exponentials take its place. The logits of bfloat16 inputs stay float32: rounding
+them to bfloat16 would move a logit of 20 by up to 0.06, and its probability by as many parts.
 
 Sizes are chosen from the shapes alone, never by timing: the order of sums, hence every bit of the result, is the same
 in each run.
@@ -28,6 +27,7 @@ from hf_megapack.kernels.cross_entropy_triton import (
     OTHERS,
     REFERENCE,
     WEIGHTED_OTHERS,
+    Rows,
     exponentiate_rows,
     settle_rows,
 )
@@ -88,73 +88,57 @@ def fused_linear_cross_entropy(
     plan: Plan | None = None,
 ) -> SlotTerms:
     """Do what `linear_cross_entropy` says for bfloat16 or float32 inputs; `plan` defaults to that of `plan_chunks`."""
-    weight_VD = head.weight_VD[: head.num_valid_columns]
     num_slots, hidden_size = hidden_ND.shape
-    num_columns = weight_VD.shape[0]
     if plan is None:
-        plan = plan_chunks(num_slots, num_columns)
+        plan = plan_chunks(num_slots, head.num_valid_columns)
     terms = empty_terms(hidden_ND, head, wants_grad=wants_grad)
-    rows, width = min(plan.rows, num_slots), -(-min(plan.columns, num_columns) // TILE) * TILE
-    buffer = torch.empty((rows, width), dtype=plan.logits_dtype, device=hidden_ND.device)
-    products = buffer.new_empty((rows, hidden_size), dtype=torch.float32) if wants_grad else None
+    most = min(plan.rows, num_slots)
+    width = -(-min(plan.columns, head.num_valid_columns) // TILE) * TILE
+    buffer = torch.empty((most, width), dtype=plan.logits_dtype, device=hidden_ND.device)
+    products = buffer.new_empty((most, hidden_size), dtype=torch.float32) if wants_grad else None
     for start in range(0, num_slots, plan.rows):
         part = slice(start, min(start + plan.rows, num_slots))
-        labels, weights = labels_N[part].contiguous(), weights_N[part].contiguous()
-        product_ND = None if products is None else products[: len(labels)]
-        statistics_5N = _through_the_vocabulary(
-            hidden_ND[part], weight_VD, labels, head.first_token, buffer[: len(labels)], product_ND, plan
-        )
-        factors_N, label_factors_N = _settle_terms(terms, part, statistics_5N, weights, head.group)
-        if product_ND is not None:
-            settle_rows(
-                product_ND,
-                weight_VD,
-                labels,
-                factors_N,
-                label_factors_N,
-                first_token=head.first_token,
-                grad_ND=terms.grad_ND[part],
-            )
+        labels = labels_N[part].contiguous()
+        rows = Rows(labels, _no_statistics(labels), None if products is None else products[: len(labels)])
+        _pass_vocabulary(hidden_ND[part], head, rows, buffer[: len(labels)], plan)
+        factors_2N = _settle_terms(terms, part, rows.statistics_5N, weights_N[part], head.group)
+        if wants_grad:
+            weight_VD = head.weight_VD[: head.num_valid_columns]
+            settle_rows(rows, weight_VD, factors_2N, first_token=head.first_token, grad_ND=terms.grad_ND[part])
     return terms
 
 
-def _through_the_vocabulary(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    labels_N: torch.Tensor,
-    first_token: int,
-    buffer: torch.Tensor,
-    product_ND: torch.Tensor | None,
-    plan: Plan,
-) -> torch.Tensor:
-    """Write the exponentials' product with the head and return the statistics of the slots over all columns."""
-    statistics_5N = buffer.new_full((NUM_STATISTICS, len(labels_N)), -torch.inf, dtype=torch.float32)
+def _no_statistics(labels_N: torch.Tensor) -> torch.Tensor:
+    """Return the statistics of slots that have seen no column."""
+    statistics_5N = labels_N.new_full((NUM_STATISTICS, len(labels_N)), -torch.inf, dtype=torch.float32)
     statistics_5N[OTHERS : WEIGHTED_OTHERS + 1] = 0
-    if product_ND is not None and len(weight_VD) == 0:
-        product_ND.zero_()
-    for start in range(0, len(weight_VD), plan.columns):
-        chunk_CD = weight_VD[start : start + plan.columns]
+    return statistics_5N
+
+
+def _pass_vocabulary(hidden_ND: torch.Tensor, head: HeadPart, rows: Rows, buffer: torch.Tensor, plan: Plan) -> None:
+    """Complete the slots' statistics, and their product if it is wanted."""
+    if rows.product_ND is not None and head.num_valid_columns == 0:
+        rows.product_ND.zero_()
+    for start in range(0, head.num_valid_columns, plan.columns):
+        chunk_CD = head.weight_VD[start : min(start + plan.columns, head.num_valid_columns)]
         logits_NC = buffer[:, : len(chunk_CD)]
-        exps_NC = None if product_ND is None else buffer.view(hidden_ND.dtype)[:, : len(chunk_CD)]
+        exps_NC = None if rows.product_ND is None else buffer.view(hidden_ND.dtype)[:, : len(chunk_CD)]
         _multiply(hidden_ND, chunk_CD.T, logits_NC)
         exponentiate_rows(
             logits_NC,
             exps_NC,
-            product_ND if start else None,
-            labels_N,
-            statistics_5N,
-            first_token=first_token + start,
+            rows if start else rows._replace(product_ND=None),
+            first_token=head.first_token + start,
             block=plan.block,
             num_warps=plan.num_warps,
         )
-        if product_ND is not None:
-            _multiply(exps_NC, chunk_CD, product_ND, adds=start > 0)
-    return statistics_5N
+        if exps_NC is not None:
+            _multiply(exps_NC, chunk_CD, rows.product_ND, adds=start > 0)
 
 
 def _settle_terms(
     terms: SlotTerms, part: slice, statistics_5N: torch.Tensor, weights_N: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Write the slots' terms; return the factors of this rank's product and of the label's row in the gradient."""
     highest_2N, sums_2N = statistics_5N[HIGHEST : LABEL_LOGIT + 1], statistics_5N[OTHERS : WEIGHTED_OTHERS + 1]
     if group is not None:
@@ -168,7 +152,7 @@ def _settle_terms(
     if group is not None:
         dist.all_reduce(sums_2N, group=group)
     weights_N = weights_N / write_terms(terms, part, label_logit_N - highest_N, *sums_2N)
-    return weights_N * factor_N, weights_N * sums_2N[0]
+    return torch.stack((weights_N * factor_N, weights_N * sums_2N[0]))
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, adds: bool = False) -> None:

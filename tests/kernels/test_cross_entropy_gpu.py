@@ -33,8 +33,9 @@ def test_the_whole_head(kind, dtype, num_slots, num_tokens):
     check_terms(run(case, head, wants_grad=False), expected, case, conversion=TO_NEAREST)
 
 
-def test_many_chunks_of_a_large_vocabulary_with_padding_and_one_row_over():
-    case = gpu_case("confident", num_slots=513, num_tokens=151_669, dtype=torch.bfloat16, seed=0, hidden_size=128)
+@pytest.mark.parametrize("kind", ["confident", "late_maximum"])
+def test_many_chunks_of_a_large_vocabulary_with_padding(kind):
+    case = gpu_case(kind, num_slots=1100, num_tokens=151_669, dtype=torch.bfloat16, seed=0, hidden_size=128)
     padding = torch.full((267, 128), torch.nan, dtype=torch.bfloat16, device="cuda")
     terms = run(case, HeadPart(torch.cat([case.head, padding]), 0, 151_669, None))
     check_terms(terms, reference_terms(case), case, conversion=TO_NEAREST)
