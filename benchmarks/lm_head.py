@@ -217,11 +217,16 @@ def print_table(figures: list[Figures], num_slots: int) -> None:
         print(f"| {name} | {milliseconds:.2f} | {peak / 2**20:,.0f} | {' | '.join(f'{e:.1e}' for e in errors)} |")
 
 
+def num_processors() -> int:
+    """Return how many multiprocessors the GPU has."""
+    return torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
 def sweep_chunks(num_slots: int, rounds: int) -> list[Figures]:
     """Return our figures for chunks of other shapes and for logits that are rounded."""
     from hf_megapack.kernels.fused_cross_entropy import fused_linear_cross_entropy, plan_chunks
 
-    plan = plan_chunks(num_slots, VOCABULARY)
+    plan = plan_chunks(num_slots, VOCABULARY, num_processors())
     swept = {f"{rows} slots, {columns} columns": {"rows": rows, "columns": columns} for rows, columns in SWEPT_CHUNKS}
     swept["bfloat16 logits"] = {"logits_dtype": torch.bfloat16}
     sides = {
@@ -235,7 +240,7 @@ def sweep_launches(num_slots: int, rounds: int) -> list[str]:
     from hf_megapack.kernels.cross_entropy_triton import NUM_STATISTICS, Rows, exponentiate_rows
     from hf_megapack.kernels.fused_cross_entropy import plan_chunks
 
-    plan = plan_chunks(num_slots, VOCABULARY)
+    plan = plan_chunks(num_slots, VOCABULARY, num_processors())
     labels = torch.randint(0, VOCABULARY, (plan.rows,), device="cuda")
     lines = [f"\nkernel, {plan.rows} x {plan.columns} logits", "| block | warps | us | TB/s |", "|---|---|---|---|"]
     logits = torch.empty((plan.rows, plan.columns), device="cuda")

@@ -5,8 +5,8 @@ there at its end: as in FlashAttention, both are sums relative to a reference th
 of logits exists at a time, and its exponentials take its place. The logits of bfloat16 inputs stay float32: rounding
 them to bfloat16 would move a logit of 20 by up to 0.06, and its probability by as many parts.
 
-Sizes are chosen from the shapes alone, never by timing: the order of sums, hence every bit of the result, is the same
-in each run.
+Sizes are chosen from the shapes and the kind of GPU, never by timing: the order of sums, hence every bit of the
+result, is the same in each run.
 
 Source:
     Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022.
@@ -14,6 +14,7 @@ Source:
 Shapes: N slots, D hidden size, V valid columns of the head on this rank, C columns of a chunk. Imports Triton.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -34,10 +35,10 @@ from hf_megapack.kernels.cross_entropy_triton import (
 
 # Slots that go through the vocabulary together at most.
 MOST_ROWS = 1024
-# Logits of a chunk: 128 MiB of float32.
-CHUNK_LOGITS = 2**25
-# Rows and columns of a matrix product's tile; chunks are multiples of it, and rows of the buffer are well aligned.
-TILE = 128
+# Logits of a chunk at most: 128 MiB of float32.
+MOST_LOGITS = 2**25
+# Rows and columns that a processor computes at once in the products that cuBLAS chooses here, on Hopper.
+TILE_ROWS, TILE_COLUMNS = 256, 128
 # exp() of less is zero in float32.
 LOWEST_EXPONENT = -200.0
 
@@ -60,22 +61,30 @@ class Plan(NamedTuple):
     num_warps: int
 
 
-def plan_chunks(num_slots: int, num_columns: int) -> Plan:
-    """Return the plan for a shape: float32 logits, chunks of whole tiles that are about equal.
+def plan_chunks(num_slots: int, num_columns: int, num_processors: int) -> Plan:
+    """Return the plan for a shape: float32 logits, about equal chunks whose tiles keep all processors busy to the end.
 
     Args:
         num_slots: Slots.
         num_columns: Valid columns of the head on this rank.
+        num_processors: Multiprocessors of the GPU.
     """
-    rows = _even_part(num_slots, MOST_ROWS)
-    columns = _even_part(num_columns, CHUNK_LOGITS // rows)
+    rows = _even_part(num_slots, MOST_ROWS, TILE_ROWS)
+    row_tiles = rows // TILE_ROWS
+    # With so many columns the tiles are a multiple of the processors.
+    unit = TILE_COLUMNS * num_processors // math.gcd(num_processors, row_tiles)
+    columns = _even_part(num_columns, MOST_LOGITS // rows, unit)
     return Plan(rows, columns, torch.float32, block=4096 if columns > 4096 else 1024, num_warps=4)
 
 
-def _even_part(size: int, most: int) -> int:
-    """Return the size of the fewest equal parts of at most `most`, rounded up to whole tiles."""
-    parts = max(1, -(-size // most))
-    return max(1, -(-size // parts // TILE)) * TILE
+def _even_part(size: int, most: int, unit: int) -> int:
+    """Return the size of the fewest equal parts, rounded up to a multiple of `unit`: at most `most`, or one unit."""
+    parts = max(1, -(-size // max(unit, most // unit * unit)))
+    return max(1, -(-size // parts // unit)) * unit
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def fused_linear_cross_entropy(
@@ -90,10 +99,10 @@ def fused_linear_cross_entropy(
     """Do what `linear_cross_entropy` says for bfloat16 or float32 inputs; `plan` defaults to that of `plan_chunks`."""
     num_slots, hidden_size = hidden_ND.shape
     if plan is None:
-        plan = plan_chunks(num_slots, head.num_valid_columns)
+        plan = plan_chunks(num_slots, head.num_valid_columns, _num_processors(hidden_ND.device))
     terms = empty_terms(hidden_ND, head, wants_grad=wants_grad)
     most = min(plan.rows, num_slots)
-    width = -(-min(plan.columns, head.num_valid_columns) // TILE) * TILE
+    width = -(-min(plan.columns, head.num_valid_columns) // TILE_COLUMNS) * TILE_COLUMNS
     buffer = torch.empty((most, width), dtype=plan.logits_dtype, device=hidden_ND.device)
     products = buffer.new_empty((most, hidden_size), dtype=torch.float32) if wants_grad else None
     for start in range(0, num_slots, plan.rows):

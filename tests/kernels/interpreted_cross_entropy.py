@@ -124,14 +124,21 @@ def test_a_logit_that_is_no_number_is_not_hidden(value, column):
 
 
 @settings(max_examples=200)
-@given(num_slots=st.integers(0, 40_000), num_columns=st.integers(0, 300_000))
-def test_plans_are_whole_tiles_that_fill_the_buffer(num_slots, num_columns):
-    plan = plan_chunks(num_slots, num_columns)
-    tile = fused_cross_entropy.TILE
-    assert plan.rows % tile == plan.columns % tile == 0
+@given(
+    num_slots=st.integers(0, 40_000), num_columns=st.integers(0, 300_000), num_processors=st.sampled_from((1, 84, 132))
+)
+def test_plans_fill_the_processors_and_leave_no_small_rest(num_slots, num_columns, num_processors):
+    plan = plan_chunks(num_slots, num_columns, num_processors)
+    tile_rows, tile_columns = fused_cross_entropy.TILE_ROWS, fused_cross_entropy.TILE_COLUMNS
+    assert plan.rows % tile_rows == plan.columns % tile_columns == 0
+    assert (plan.rows // tile_rows) * (plan.columns // tile_columns) % num_processors == 0
     assert plan.rows <= fused_cross_entropy.MOST_ROWS
-    assert plan.rows * (plan.columns - tile) <= fused_cross_entropy.CHUNK_LOGITS
-    # No part is a small rest.
-    for size, part in ((num_slots, plan.rows), (num_columns, plan.columns)):
-        parts = max(1, -(-size // part))
-        assert part - size // parts <= 2 * tile
+    assert plan.rows * plan.columns <= fused_cross_entropy.MOST_LOGITS
+    unit = tile_columns * num_processors
+    for size, part, most_over in ((num_slots, plan.rows, tile_rows), (num_columns, plan.columns, unit)):
+        assert part - size // max(1, -(-size // part)) <= most_over
+
+
+def test_the_plan_of_a_large_vocabulary():
+    plan = plan_chunks(16_384, 151_936, 132)
+    assert (plan.rows, plan.columns, plan.logits_dtype) == (1024, 25_344, torch.float32)
