@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from hf_megapack.arguments import TRAINER_ARGUMENTS
 from hf_megapack.config import MegaPackConfig, refuse_trl_names
 from hf_megapack.data.collator import PrefixTreeCollator
-from hf_megapack.data.lengths import longest_example
+from hf_megapack.data.lengths import ExampleLimit, longest_example
 from hf_megapack.errors import ConfigError
 from hf_megapack.guard import check_optimizer_class
 from hf_megapack.weights.adapter import check_lora_config, lora_spec
@@ -172,8 +172,8 @@ def resolve_tokenizer(
     return AutoTokenizer.from_pretrained(model if has_own else base_model)
 
 
-def find_longest_example(model: str | PretrainedConfig, args: MegaPackConfig) -> tuple[int, str]:
-    """Return how many tokens an example may have, by the arguments and by the base model, and what says so.
+def find_example_limit(model: str | PretrainedConfig, args: MegaPackConfig) -> ExampleLimit:
+    """Return what an example may be, by the arguments and by the base model.
 
     Args:
         model: Hub id, local folder or configuration.
@@ -186,7 +186,8 @@ def find_longest_example(model: str | PretrainedConfig, args: MegaPackConfig) ->
     if limit is not None and rope.get("rope_type") in ("yarn", "linear"):
         # Configurations give the positions before or after they are stretched.
         limit = max(limit, int(rope["factor"] * rope.get("original_max_position_embeddings", limit)))
-    return longest_example(args.max_length, args.packed_sequence_length, limit)
+    longest = longest_example(args.max_length, args.packed_sequence_length, limit)
+    return longest._replace(vocab_size=config.vocab_size)
 
 
 def check_same_adapter(peft_config: LoraConfig, saved: LoraConfig, keys: Iterable[str], folder: str) -> None:

@@ -155,7 +155,9 @@ class MegaPackConfig(TrainingArguments):
 
     # safety
     on_nonfinite: Literal["raise", "skip"] = _option(
-        "raise", "On a NaN or infinite loss or gradient norm: 'raise', or 'skip' the update, count it and log it."
+        "raise",
+        "On a NaN or infinite loss or gradient norm: 'raise', or 'skip' the update, count it and log a warning; the "
+        "logged loss then holds the last finite one in its place.",
     )
 
     # saving
@@ -169,7 +171,7 @@ class MegaPackConfig(TrainingArguments):
     dataloader_num_workers: int = _option(
         1, "Processes that pack the next updates while this one runs. 0 packs between updates."
     )
-    logging_nan_inf_filter: bool = _option(False, "Only False is supported: the log shows the loss as it was.")
+    logging_nan_inf_filter: bool = _option(False, "Only False is supported: see on_nonfinite.")
     remove_unused_columns: bool = _option(False, "Nothing depends on it: packing reads its own columns.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "MegaPackConfig":

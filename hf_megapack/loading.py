@@ -18,7 +18,7 @@ from hf_megapack.batch import PackedBatch, from_buffer, to_buffer
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.chat import ChatTransform
 from hf_megapack.data.collator import PrefixTreeCollator
-from hf_megapack.data.lengths import LengthTally, Outcome, longest_example
+from hf_megapack.data.lengths import ExampleLimit, LengthTally, Outcome, longest_example
 from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.data.sampler import UpdateSampler
 from hf_megapack.data.stream import ExampleStream, is_stream
@@ -39,7 +39,7 @@ def prepare_on_rank_zero(
     args: MegaPackConfig,
     *,
     is_training: bool = False,
-    limit: tuple[int, str] | None = None,
+    limit: ExampleLimit | None = None,
     tally: LengthTally | None = None,
 ) -> Any:
     """Render and tokenize a dataset on rank 0.
@@ -50,7 +50,7 @@ def prepare_on_rank_zero(
         processing_class: The tokenizer.
         args: The data options.
         is_training: Whether it is for training.
-        limit: From `data.lengths.longest_example`; None leaves the model out of account.
+        limit: What the model allows; None leaves the model out of account.
         tally: Gets what the length policy did to the examples, on every rank; of a stream nothing yet.
 
     Returns:
@@ -69,9 +69,9 @@ def prepare_on_rank_zero(
             name: prepare_on_rank_zero(part, processing_class, args, limit=limit, tally=tally)
             for name, part in dataset.items()
         }
-    max_length, limit_name = limit or longest_example(args.max_length, args.packed_sequence_length)
-    options = {"assistant_mask": args.assistant_mask, "max_length": max_length, "overlong": args.overlong}
-    options["limit_name"] = limit_name
+    limit = limit or longest_example(args.max_length, args.packed_sequence_length)
+    options = {"assistant_mask": args.assistant_mask, "max_length": limit.max_length, "overlong": args.overlong}
+    options |= {"limit_name": limit.name, "vocab_size": limit.vocab_size}
     counted = LengthTally() if tally is None else tally
 
     def prepare() -> Any:
@@ -92,7 +92,12 @@ def prepare_on_rank_zero(
 
 
 def build_collator(
-    processing_class: Any, args: MegaPackConfig, data_parallel_size: int, attention: Literal["tree", "thd"]
+    processing_class: Any,
+    args: MegaPackConfig,
+    data_parallel_size: int,
+    attention: Literal["tree", "thd"],
+    *,
+    vocab_size: int | None = None,
 ) -> PrefixTreeCollator:
     """Return the collator that the arguments describe.
 
@@ -101,10 +106,13 @@ def build_collator(
         args: The packing options and the parallel sizes.
         data_parallel_size: Ranks that run different rows.
         attention: Over the rows, which decides how ranks can share one.
+        vocab_size: Tokens that the model knows, None if that is not known. Nothing sees padding, so where the
+            tokenizer's own padding token is none of them it is token 0.
 
     Raises:
         ConfigError: If an option does not fit another, or a multiple the layout.
     """
+    padding = getattr(processing_class, "pad_token_id", None) or 0
     return PrefixTreeCollator(
         packed_sequence_length=args.packed_sequence_length,
         packing_strategy=args.packing_strategy,
@@ -114,7 +122,7 @@ def build_collator(
         data_parallel_size=data_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         virtual_pipeline_parallel_size=args.virtual_pipeline_parallel_size,
-        pad_token_id=getattr(processing_class, "pad_token_id", None) or 0,
+        pad_token_id=padding if vocab_size is None or padding < vocab_size else 0,
     )
 
 

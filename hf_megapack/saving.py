@@ -115,9 +115,9 @@ def write_training_state(folder: Path, moments: dict[str, torch.Tensor], schedul
     Args:
         folder: A staging folder.
         moments: Optimizer state as full tensors under PEFT keys.
-        scheduler: The learning-rate schedule.
+        scheduler: The learning-rate schedule of that optimizer.
     """
-    save_optimizer_state(moments, folder / _OPTIMIZER_FILE)
+    save_optimizer_state(moments, folder / _OPTIMIZER_FILE, optimizer_name=_optimizer_name(scheduler))
     torch.save(scheduler.state_dict(), folder / _SCHEDULER_FILE)
 
 
@@ -126,13 +126,13 @@ def read_training_state(folder: Path, scheduler: LRScheduler) -> dict[str, torch
 
     Args:
         folder: A checkpoint.
-        scheduler: The schedule to restore.
+        scheduler: The schedule to restore, of the optimizer that goes on.
 
     Returns:
         Optimizer state as full tensors under PEFT keys.
 
     Raises:
-        ExportError: If the checkpoint holds an adapter only.
+        ExportError: If the checkpoint holds an adapter only, or another optimizer's state.
     """
     file = folder / _SCHEDULER_FILE
     if not file.exists():
@@ -140,5 +140,11 @@ def read_training_state(folder: Path, scheduler: LRScheduler) -> dict[str, torch
             f"{folder} has no {_SCHEDULER_FILE}: it was saved with save_only_model=True and cannot be resumed. "
             "To begin a new run from its adapter, pass that folder as model."
         )
+    moments = read_optimizer_state(folder / _OPTIMIZER_FILE, optimizer_name=_optimizer_name(scheduler))
     scheduler.load_state_dict(torch.load(file, weights_only=True))
-    return read_optimizer_state(folder / _OPTIMIZER_FILE)
+    return moments
+
+
+def _optimizer_name(scheduler: LRScheduler) -> str:
+    optimizer = scheduler.optimizer
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__

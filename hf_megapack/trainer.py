@@ -106,9 +106,10 @@ class MegaPackTrainer(Trainer):
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
         self._attention = resolve_attention(base_model, args, (data_collator or args).packing_strategy)
-        collator = partial(build_collator, processing_class, args, attention=self._attention)
+        self._limit, self._lengths = checks.find_example_limit(base_model, args), LengthTally()
+        known = {"attention": self._attention, "vocab_size": self._limit.vocab_size}
+        collator = partial(build_collator, processing_class, args, **known)
         collator(data_parallel_size=1)  # options that do not fit raise before any work
-        self._limit, self._lengths = checks.find_longest_example(base_model, args), LengthTally()
         prepare = partial(prepare_on_rank_zero, processing_class=processing_class, args=args, limit=self._limit)
         train_dataset = prepare(train_dataset, is_training=True, tally=self._lengths)
         eval_dataset = prepare(eval_dataset)
@@ -300,7 +301,7 @@ class MegaPackTrainer(Trainer):
         except NonFiniteResultError as error:
             if self.args.on_nonfinite == "raise":
                 raise
-            logger.warning(str(error))
+            logger.warning("%s. The update is left out.", str(error).partition(". ")[0])
             self.optimizer.skip_next = True
             self._meter.num_skipped += 1
         return norm

@@ -16,11 +16,11 @@ from transformers import EarlyStoppingCallback, LlamaConfig, TrainerCallback, Tr
 from transformers.utils import logging as transformers_logging
 
 from hf_megapack import saving
-from hf_megapack.checks import find_longest_example
+from hf_megapack.checks import find_example_limit
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import BackendError, ConfigError, DataError, ExportError, NonFiniteResultError
-from hf_megapack.loading import describe_sharing
+from hf_megapack.loading import build_collator, describe_sharing
 from hf_megapack.trainer import MegaPackTrainer
 from tests.helpers.assets import MODEL
 from tests.helpers.fake_backend import PREFIX, FakeBackend
@@ -75,7 +75,9 @@ class Recorder(TrainerCallback):
 def make(tmp_path, tiny_tokenizer):
     """Return a function that builds a trainer over ready examples."""
 
-    def build(*, rows=10, trainer=FakeTrainer, eval_dataset=None, callbacks=None, backend=None, **options):
+    def build(
+        *, rows=10, trainer=FakeTrainer, eval_dataset=None, callbacks=None, backend=None, is_stream=False, **options
+    ):
         defaults = {
             "output_dir": str(tmp_path / "run"),
             "use_cpu": True,
@@ -92,7 +94,7 @@ def make(tmp_path, tiny_tokenizer):
         return class_(
             MODEL,
             MegaPackConfig(**(defaults | options)),
-            train_dataset=dataset,
+            train_dataset=dataset.to_iterable_dataset() if is_stream else dataset,
             eval_dataset=eval_dataset,
             processing_class=tiny_tokenizer,
             callbacks=callbacks,
@@ -373,7 +375,7 @@ def test_a_result_that_is_not_finite_stops_before_anything_is_updated(make, kind
 
 
 @pytest.mark.parametrize("kind", ["loss", "grad"])
-def test_skip_leaves_the_update_out_and_says_so(make, kind):
+def test_skip_leaves_the_update_out_and_says_so(make, kind, caplog):
     recorder = Recorder()
     trainer = make(on_nonfinite="skip", callbacks=[recorder], max_steps=4)
     trainer.backend.poison = {2: kind}
@@ -386,6 +388,8 @@ def test_skip_leaves_the_update_out_and_says_so(make, kind):
     assert [line.get("skipped_updates") for line in lines] == [None, 1, 1, 1]
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert all(torch.isfinite(value).all() for value in adapter(trainer).values())
+    (warning,) = [record.message for record in caplog.records if "Update 2" in record.message]
+    assert warning.endswith(". The update is left out.")
 
 
 def test_adapters_without_a_gradient_are_listed(make):
@@ -484,6 +488,13 @@ def test_resuming_is_bit_equal_to_no_interruption(make, tmp_path, options):
     assert all(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
     assert whole.state.num_input_tokens_seen == resumed.state.num_input_tokens_seen
     assert [examples_of(b) for b in whole.backend.calls[2:]] == [examples_of(b) for b in resumed.backend.calls]
+
+
+def test_another_optimizer_cannot_go_on_with_a_checkpoint(make):
+    make(save_strategy="steps", save_steps=2, max_steps=2).train()
+    resumed = make(optim="sgd", optim_args="momentum=0.9")
+    with pytest.raises(ExportError, match="is that of AdamW, and this run's optimizer is SGD"):
+        resumed.train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_holds_everything_under_peft_names(make, tmp_path):
@@ -653,8 +664,30 @@ def test_stretched_positions_count(rope, limit):
     more = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
     config = LlamaConfig(max_position_embeddings=2048, **more)
     args = MegaPackConfig(use_cpu=True, packed_sequence_length=100_000)
-    assert find_longest_example(config, args) == (limit, "the model's max_position_embeddings")
-    assert find_longest_example(config, MegaPackConfig(use_cpu=True, max_length=99)) == (99, "max_length")
+    assert find_example_limit(config, args) == (limit, "the model's max_position_embeddings", 32000)
+    assert find_example_limit(config, MegaPackConfig(use_cpu=True, max_length=99)) == (99, "max_length", 32000)
+
+
+def test_tokens_that_the_model_does_not_know_are_refused_with_their_row(make, tiny_tokenizer):
+    largest = 4607
+    rows = token_rows(3)
+    make(rows=[*rows, {"input_ids": [5, largest], "labels": [-100, largest]}])
+    unknown = [*rows, {"input_ids": [5, largest + 1], "labels": [-100, largest + 1]}]
+    with pytest.raises(DataError, match=r"row 3: token id 4608 .*is none of the model's, which knows 4608 tokens"):
+        make(rows=unknown)
+    with pytest.raises(DataError, match="row 3: token id 4608"):
+        make(eval_dataset=Dataset.from_list(unknown))
+    stream = make(rows=unknown, is_stream=True, max_steps=2)
+    with pytest.raises(DataError, match="row 3: token id 4608"):
+        stream.train()
+
+
+def test_a_padding_token_that_the_model_does_not_know_is_not_used(make, tiny_tokenizer):
+    trainer = make()
+    known = tiny_tokenizer.pad_token_id
+    assert trainer.data_collator.pad_token_id == known
+    assert build_collator(tiny_tokenizer, trainer.args, 1, "tree", vocab_size=known + 1).pad_token_id == known
+    assert build_collator(tiny_tokenizer, trainer.args, 1, "tree", vocab_size=known).pad_token_id == 0
 
 
 @pytest.mark.parametrize("name", ["predict", "hyperparameter_search", "push_to_hub"])

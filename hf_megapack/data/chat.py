@@ -41,7 +41,7 @@ COLUMNS = {
 }
 
 # Bump when the same row would give other tokens or another mask, so that cached maps are not reused.
-_TRANSFORM_VERSION = 2
+_TRANSFORM_VERSION = 3
 _CHARACTERS_PER_CALL = 2_000_000
 
 
@@ -91,6 +91,7 @@ class ChatTransform:
             "truncate_right".
         chat_template: Template text to use in place of the tokenizer's own.
         limit_name: What sets `max_length`, for messages.
+        vocab_size: Tokens that the model knows; None if that is not known.
 
     Attributes:
         limit_name: As given.
@@ -99,7 +100,7 @@ class ChatTransform:
         ConfigError: If an argument has a value that is not allowed, or the template's generation tags are wrong.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is an option of its own
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -108,6 +109,7 @@ class ChatTransform:
         overlong: str = "error",
         chat_template: str | None = None,
         limit_name: str = "max_length",
+        vocab_size: int | None = None,
     ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
@@ -134,6 +136,7 @@ class ChatTransform:
                 "max_length": max_length,
                 "overlong": overlong,
                 "limit_name": limit_name,
+                "vocab_size": vocab_size,
             }
         )
         if self._template is not None and (remark := self._template.verify()):
@@ -145,6 +148,7 @@ class ChatTransform:
         self._name = repr(state["tokenizer_name"])
         self._assistant_mask = state["assistant_mask"]
         self.limit_name = state["limit_name"]
+        self._vocab_size = state["vocab_size"]
         self._lengths = LengthPolicy(**{key: state[key] for key in ("max_length", "overlong", "limit_name")})
         eos = state["special_tokens"].get("eos_token")
         self._eos_id = None if eos is None else self._encoder.backend.token_to_id(eos)
@@ -305,6 +309,13 @@ class ChatTransform:
     def _finish(
         self, ids: np.ndarray, mask: np.ndarray, conversation_id: int, turn: int, where: str
     ) -> TokenizedExample:
+        if self._vocab_size is not None and len(ids) and (largest := int(ids.max())) >= self._vocab_size:
+            token = self._encoder.backend.id_to_token(largest)
+            raise DataError(
+                f"{where}: token id {largest}{'' if token is None else f' ({token!r})'} is none of the model's, which "
+                f"knows {self._vocab_size} tokens, ids 0 to {self._vocab_size - 1}. Use the model's own tokenizer, and "
+                "add no tokens to it that the model has no embeddings for."
+            )
         ids, mask, outcome = self._lengths.apply(ids, mask, where)
         return TokenizedExample(
             input_ids=ids, loss_mask=mask, conversation_id=conversation_id, turn=turn, outcome=outcome

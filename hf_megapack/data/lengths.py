@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,9 +89,23 @@ class LengthPolicy:
         return ids, mask, Outcome.TRUNCATED
 
 
+class ExampleLimit(NamedTuple):
+    """What an example may be.
+
+    Attributes:
+        max_length: Tokens that it may have.
+        name: What says so.
+        vocab_size: Tokens that the model knows, with ids below this; None to leave the model out of account.
+    """
+
+    max_length: int
+    name: str
+    vocab_size: int | None = None
+
+
 def longest_example(
     max_length: int | None, packed_sequence_length: int, model_limit: int | None = None
-) -> tuple[int, str]:
+) -> ExampleLimit:
     """Return how many tokens an example may have, and what says so.
 
     Args:
@@ -100,11 +115,14 @@ def longest_example(
 
     Example:
         >>> longest_example(None, 16384, 4096)
-        (4096, "the model's max_position_embeddings")
+        ExampleLimit(max_length=4096, name="the model's max_position_embeddings", vocab_size=None)
     """
-    own = (packed_sequence_length, "packed_sequence_length") if max_length is None else (max_length, "max_length")
-    if model_limit is not None and model_limit < own[0]:
-        return model_limit, "the model's max_position_embeddings"
+    if max_length is None:
+        own = ExampleLimit(packed_sequence_length, "packed_sequence_length")
+    else:
+        own = ExampleLimit(max_length, "max_length")
+    if model_limit is not None and model_limit < own.max_length:
+        return ExampleLimit(model_limit, "the model's max_position_embeddings")
     return own
 
 

@@ -31,6 +31,7 @@ def prepare_dataset(  # noqa: PLR0913 - what `ChatTransform` takes, and how to r
     overlong: str = "error",
     num_proc: int | None = None,
     limit_name: str = "max_length",
+    vocab_size: int | None = None,
     tally: LengthTally | None = None,
 ) -> Dataset:
     """Tokenize a dataset of any known format, with a log of what the length policy did.
@@ -43,6 +44,7 @@ def prepare_dataset(  # noqa: PLR0913 - what `ChatTransform` takes, and how to r
         overlong: See `ChatTransform`.
         num_proc: Processes that map a `Dataset`.
         limit_name: See `ChatTransform`.
+        vocab_size: See `ChatTransform`.
         tally: Gets what the length policy did to each example.
 
     Returns:
@@ -58,6 +60,7 @@ def prepare_dataset(  # noqa: PLR0913 - what `ChatTransform` takes, and how to r
         max_length=max_length,
         overlong=overlong,
         limit_name=limit_name,
+        vocab_size=vocab_size,
     )
     if isinstance(dataset, IterableDataset):
         raise ConfigError(

@@ -64,6 +64,33 @@ def _scale(ptr, size, factor, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _read_statistics(ptr, stride):
+    others, weighted_others = tl.load(ptr + 2 * stride), tl.load(ptr + 3 * stride)
+    return tl.load(ptr), tl.load(ptr + stride), others, weighted_others, tl.load(ptr + 4 * stride)
+
+
+@triton.jit
+def _write_statistics(ptr, stride, highest, label_logit, others, weighted_others, reference):  # noqa: PLR0913 - one by one
+    tl.store(ptr, highest)
+    tl.store(ptr + stride, label_logit)
+    tl.store(ptr + 2 * stride, others)
+    tl.store(ptr + 3 * stride, weighted_others)
+    tl.store(ptr + 4 * stride, reference)
+
+
+@triton.jit
+def _take_label(logits_ptr, label, num_columns, label_logit):
+    """Take the label's logit out of the row, if its column is here."""
+    if (label >= 0) & (label < num_columns):
+        label_logit = tl.load(logits_ptr + label).to(tl.float32)
+        # Every thread has it before it goes, and sees none afterwards.
+        tl.debug_barrier()
+        tl.store(logits_ptr + label, float("-inf"))
+        tl.debug_barrier()
+    return label_logit
+
+
+@triton.jit
 def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides one by one)
     logits_ptr,
     exps_ptr,
@@ -86,19 +113,9 @@ def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides on
     exps_ptr += row * exps_stride
     product_ptr += row * product_stride
     statistics_ptr += row
-    label = tl.load(labels_ptr + row) - first_token
-    highest = tl.load(statistics_ptr)
-    label_logit = tl.load(statistics_ptr + statistics_stride)
-    others = tl.load(statistics_ptr + 2 * statistics_stride)
-    weighted_others = tl.load(statistics_ptr + 3 * statistics_stride)
-    reference = tl.load(statistics_ptr + 4 * statistics_stride)
-    if (label >= 0) & (label < num_columns):
-        label_logit = tl.load(logits_ptr + label).to(tl.float32)
-        highest = tl.maximum(highest, label_logit)
-        # Every thread has the label's logit before it goes, and sees none afterwards.
-        tl.debug_barrier()
-        tl.store(logits_ptr + label, float("-inf"))
-        tl.debug_barrier()
+    highest, label_logit, others, weighted_others, reference = _read_statistics(statistics_ptr, statistics_stride)
+    label_logit = _take_label(logits_ptr, tl.load(labels_ptr + row) - first_token, num_columns, label_logit)
+    highest = tl.maximum(highest, label_logit)
     columns = tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + columns, mask=columns < num_columns, other=float("-inf")).to(tl.float32)
     for start in range(0, num_columns, BLOCK):
@@ -132,11 +149,7 @@ def _exponentiate_rows(  # noqa: PLR0913 (a kernel takes pointers and strides on
             tl.debug_barrier()
             tl.store(exps_ptr + columns, exps.to(exps_ptr.dtype.element_ty), mask=columns < num_columns)
         logits = later_logits.to(tl.float32)
-    tl.store(statistics_ptr, highest)
-    tl.store(statistics_ptr + statistics_stride, label_logit)
-    tl.store(statistics_ptr + 2 * statistics_stride, others)
-    tl.store(statistics_ptr + 3 * statistics_stride, weighted_others)
-    tl.store(statistics_ptr + 4 * statistics_stride, reference)
+    _write_statistics(statistics_ptr, statistics_stride, highest, label_logit, others, weighted_others, reference)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
@@ -322,16 +323,19 @@ def _build_chunk(
 def _without_notices() -> Iterator[None]:
     """Drop what Megatron-Core says about its own choices, which a user can do nothing about."""
     # megatron-core 0.19 logs that HybridModel replaces GPTModel; attention models need GPTModel until 0.16 is dropped.
-    logger = logging.getLogger(GPTModel.__module__)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    # 0.16 logs for every layer that it does not know our specification of an MLP, whose arguments are the usual ones.
+    loggers = [logging.getLogger(module.__module__) for module in (GPTModel, TransformerLayer)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             # megatron-core 0.16.1 deprecates its own defaults (cuda_graph_scope, an MLP without ffn_hidden_size).
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _add_biases(model: ModelChunks, names: set[str], dtype: torch.dtype) -> None:

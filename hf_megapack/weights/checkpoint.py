@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from hf_megapack.errors import ExportError
 
@@ -101,13 +101,16 @@ def sync_tree(folder: Path) -> None:
         sync_file(Path(parent))
 
 
-def save_optimizer_state(state: Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
+def save_optimizer_state(
+    state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, optimizer_name: str
+) -> None:
     """Write optimizer tensors; equal tensors give equal bytes.
 
     Args:
         state: "<state name>/<PEFT key>" to full tensor, as in
             "exp_avg/base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight".
         path: File to write, inside a folder of `publish_directory`.
+        optimizer_name: Class of the optimizer whose they are.
 
     Raises:
         ExportError: If a name has another form or the file cannot be written.
@@ -116,29 +119,37 @@ def save_optimizer_state(state: Mapping[str, torch.Tensor], path: str | os.PathL
     # safetensors refuses tensors that share storage, which views of one flat buffer do.
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt", "optimizer": optimizer_name})
     except (OSError, SafetensorError) as error:
         raise ExportError(f"Cannot write the optimizer state {path}: {error}.") from error
 
 
-def read_optimizer_state(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def read_optimizer_state(path: str | os.PathLike[str], *, optimizer_name: str) -> dict[str, torch.Tensor]:
     """Read what `save_optimizer_state` wrote.
 
     Args:
         path: The file.
+        optimizer_name: Class of the optimizer that is to go on with it.
 
     Returns:
         "<state name>/<PEFT key>" to tensor on the CPU, in the dtype that was saved.
 
     Raises:
-        ExportError: If the file is missing, damaged or holds other names.
+        ExportError: If the file is missing, damaged or holds other names, or is another optimizer's.
     """
     if not Path(path).is_file():
         raise ExportError(f"There is no optimizer state at {path}.")
     try:
-        state = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            saved_name = file.metadata().get("optimizer")
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     except (OSError, SafetensorError) as error:
         raise ExportError(f"Cannot read the optimizer state {path}: {error}.") from error
+    if saved_name != optimizer_name:
+        raise ExportError(
+            f"The optimizer state {path} is that of {saved_name}, and this run's optimizer is {optimizer_name}. Resume "
+            "with the same optimizer, or begin a new run from the checkpoint's adapter by passing its folder as model."
+        )
     _check_optimizer_names(state, path)
     return state
 

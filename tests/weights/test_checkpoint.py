@@ -126,30 +126,38 @@ def test_optimizer_tensors_come_back_bit_equal(tmp_path):
         f"step/{KEY}": torch.tensor(7.0),
         f"moment_bf16/{KEY}": flat.to(torch.bfloat16),
     }
-    save_optimizer_state(state, tmp_path / "optimizer.safetensors")
-    back = read_optimizer_state(tmp_path / "optimizer.safetensors")
+    save_optimizer_state(state, tmp_path / "optimizer.safetensors", optimizer_name="AdamW")
+    back = read_optimizer_state(tmp_path / "optimizer.safetensors", optimizer_name="AdamW")
     assert back.keys() == state.keys()
     for name, tensor in state.items():
         assert back[name].dtype == tensor.dtype
         assert torch.equal(back[name], tensor), name
-    save_optimizer_state(dict(reversed(state.items())), tmp_path / "again.safetensors")
+    save_optimizer_state(dict(reversed(state.items())), tmp_path / "again.safetensors", optimizer_name="AdamW")
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "optimizer.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("name", [KEY, "exp_avg/q_proj", f"a/b/{KEY}", f"/{KEY}"])
 def test_optimizer_name_of_another_form_is_refused(tmp_path, name):
     with pytest.raises(ExportError, match="PEFT key"):
-        save_optimizer_state({name: torch.zeros(1)}, tmp_path / "optimizer.safetensors")
+        save_optimizer_state({name: torch.zeros(1)}, tmp_path / "optimizer.safetensors", optimizer_name="AdamW")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_or_damaged_optimizer_state_is_an_export_error(tmp_path):
     path = tmp_path / "optimizer.safetensors"
     with pytest.raises(ExportError, match="no optimizer state"):
-        read_optimizer_state(path)
-    save_optimizer_state({f"exp_avg/{KEY}": torch.zeros(100)}, path)
+        read_optimizer_state(path, optimizer_name="AdamW")
+    save_optimizer_state({f"exp_avg/{KEY}": torch.zeros(100)}, path, optimizer_name="AdamW")
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ExportError, match="Cannot read"):
-        read_optimizer_state(path)
+        read_optimizer_state(path, optimizer_name="AdamW")
+    missing = tmp_path / "missing" / "optimizer.safetensors"
     with pytest.raises(ExportError, match="Cannot write"):
-        save_optimizer_state({f"exp_avg/{KEY}": torch.zeros(1)}, tmp_path / "missing" / "optimizer.safetensors")
+        save_optimizer_state({f"exp_avg/{KEY}": torch.zeros(1)}, missing, optimizer_name="AdamW")
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
+    path = tmp_path / "optimizer.safetensors"
+    save_optimizer_state({f"momentum_buffer/{KEY}": torch.zeros(1)}, path, optimizer_name="SGD")
+    with pytest.raises(ExportError, match=r"is that of SGD, and this run's optimizer is AdamW\. Resume with the same"):
+        read_optimizer_state(path, optimizer_name="AdamW")
