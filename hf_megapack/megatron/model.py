@@ -63,16 +63,18 @@ class ModelOptions:
 class TreeGPTModel(GPTModel):
     """A GPTModel that rotates by position and returns `LossTerms` of one row."""
 
-    def __init__(self, *, rotary_frequencies: torch.Tensor, **kwargs):
+    def __init__(self, *, rotary_frequencies: torch.Tensor, rotary_factor: float, **kwargs):
         super().__init__(position_embedding_type="none", **kwargs)
         self.register_buffer("rotary_frequencies", rotary_frequencies, persistent=False)
+        self.rotary_factor = rotary_factor
 
     def _preprocess(self, *args, packed_seq_params: TreeParams, **kwargs):
         hidden_states, _, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if self.config.recompute_num_layers and hidden_states is not None and torch.is_grad_enabled():
             # A recomputed layer passes gradients only if its input asks for one; the frozen embedding does not.
             hidden_states = hidden_states.detach().requires_grad_()
-        return hidden_states, rotation(packed_seq_params.local_positions, self.rotary_frequencies), *rest
+        turn = rotation(packed_seq_params.local_positions, self.rotary_frequencies, self.rotary_factor)
+        return hidden_states, turn, *rest
 
     def _postprocess(self, hidden_states, *, packed_seq_params: TreeParams, **_unused) -> torch.Tensor | LossTerms:
         if not self.post_process:
@@ -115,7 +117,6 @@ def transformer_config(
         share experts gather each other's slots.
     """
     heads = family.heads(config)
-    _, rotary_factor = rotary_frequencies(config, heads.head_dim)
     is_interleaved = layout.num_chunks > 1
     result = TransformerConfig(
         num_layers=config.num_hidden_layers,
@@ -132,8 +133,7 @@ def transformer_config(
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # transformers scales cosine and sine alike, so scores grow by the square.
-        softmax_scale=heads.head_dim**-0.5 * rotary_factor**2,
+        softmax_scale=heads.head_dim**-0.5,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -293,7 +293,7 @@ def _build_chunk(
     chunk: int,
 ) -> TreeGPTModel:
     num_layers = config.num_hidden_layers // (layout.pipeline_size * layout.num_chunks)
-    frequencies, _ = rotary_frequencies(config, family.heads(config).head_dim)
+    frequencies, factor = rotary_frequencies(config, family.heads(config).head_dim)
     is_tied_here = bool(config.tie_word_embeddings) and layout.pipeline_size == 1
     first = (chunk * layout.pipeline_size + layout.pipeline_rank) * num_layers
     experts, is_fp8 = family.experts(config), mcore_config.fp8 is not None
@@ -315,6 +315,7 @@ def _build_chunk(
         post_process=layout.pipeline_rank == layout.pipeline_size - 1 and chunk == layout.num_chunks - 1,
         share_embeddings_and_output_weights=is_tied_here,
         rotary_frequencies=frequencies,
+        rotary_factor=factor,
         vp_stage=chunk if layout.num_chunks > 1 else None,
     )
 

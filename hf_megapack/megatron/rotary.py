@@ -63,15 +63,16 @@ def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.T
     return frequencies.float(), float(factor)
 
 
-def rotation(position_ids: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def rotation(position_ids: torch.Tensor, frequencies: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     """Return cosine and sine of every slot's rotation angles.
 
     Args:
         position_ids: Depth of each slot in its example. Integer, shape (T,).
         frequencies: Inverse frequencies in radians per position. float32, shape (F,).
+        factor: On both, as `rotary_frequencies` returns it.
 
     Returns:
         float32, shape (2, T, 1, F): what `kernels.pointwise.split_heads` takes.
     """
     angles = position_ids.float()[:, None, None] * frequencies
-    return torch.stack((angles.cos(), angles.sin()))
+    return torch.stack((angles.cos() * factor, angles.sin() * factor))

@@ -80,6 +80,20 @@ MOE_CONFIGS = {
         use_qk_norm=True,
         attention_bias=True,
     ),
+    "glm4_moe_yarn": lambda: Glm4MoeConfig(
+        **_GLM
+        | {
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+    ),
     "glm4_moe_groups": lambda: Glm4MoeConfig(
         **_GLM,
         n_routed_experts=16,
