@@ -49,8 +49,10 @@ class CheckpointReader:
     """Slices of named tensors from the safetensors of one folder; use it through `open_checkpoint`."""
 
     def __init__(self, folder: Path, stack: ExitStack):
-        index = folder / INDEX_FILE
-        files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SINGLE_FILE}
+        index, files = folder / INDEX_FILE, {SINGLE_FILE}
+        # Where both are, the single file is the model, as for transformers: the index may be left over.
+        if not (folder / SINGLE_FILE).exists():
+            files = set(json.loads(index.read_text())["weight_map"].values())
         missing = sorted(name for name in files if not (folder / name).exists())
         if missing:
             raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its {INDEX_FILE} names. Fetch it again.")
