@@ -158,8 +158,8 @@ def run_rows(
         Sums over the rows, for `step_result`: loss, correct labels, entropy. float64, shape (3,).
 
     Raises:
-        DataError: If the schedule is for other data- or pipeline-parallel sizes, a row cannot be shared, or nothing in
-            the update is learned.
+        DataError: If the schedule is for other data- or pipeline-parallel sizes, a row cannot be shared, a token is not
+            in the vocabulary, or nothing in the update is learned.
     """
     num_ranks, num_microbatches = batch.schedule.row_index.shape
     if num_ranks != layout.data_size:
@@ -174,6 +174,13 @@ def run_rows(
         )
     if batch.num_loss_tokens < 1:
         raise DataError("The update has no loss-bearing token. Supervise at least one token of its examples.")
+    largest = max(int(max(row.input_ids.max(), row.labels.max())) for row in batch.rows)
+    if largest >= model[0].vocab_size:
+        # Split over ranks, the embedding would take it for a token of another rank, and give zeros.
+        raise DataError(
+            f"The update holds token {largest}, but the model's vocab_size is {model[0].vocab_size}. Use the model's "
+            "own tokenizer without tokens added to it, or a model whose embedding was resized for them."
+        )
     wants_grad = recompute is not None
     if model.training is not wants_grad:
         model.train(wants_grad)

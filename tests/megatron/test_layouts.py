@@ -187,6 +187,9 @@ def visit(rank: int, sizes: dict, folder: Path, handed: dict | None) -> dict:
         odd = next(example for example in examples() if example["input_ids"].size % 2)
         with pytest.raises(DataError, match=r"(A row of \d+ slots|1 microbatches) cannot be"):
             backend.run_step(PrefixTreeCollator(packed_sequence_length=450)([odd]))
+    outside = {**examples()[0], "input_ids": np.append(examples()[0]["input_ids"][1:], SIZES["vocab_size"])}
+    with pytest.raises(DataError, match="token 320, but the model's vocab_size is 320"):
+        backend.run_step(pack(backend, args, [outside]))
     seen["poisoned"] = poisoned_loss(backend, args, rank)
     backend.close()
 
