@@ -5,6 +5,7 @@ values supported so far refuses the others by name. Model and data are checked w
 """
 
 import dataclasses
+import numbers
 import os
 import typing
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ _MINIMUM = {
     "context_parallel_size": 1,
     "expert_parallel_size": 1,
 }
+
+_WHOLE = (numbers.Integral, type(None))  # bool and numpy's integers among them
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -216,6 +219,10 @@ class MegaPackConfig(TrainingArguments):
             if own.name not in MegaPackConfig.__annotations__:
                 continue
             value = getattr(self, own.name)
+            # A text such as "false" would count as true.
+            if {bool, int} & {own.type, *typing.get_args(own.type)} and not isinstance(value, _WHOLE):
+                kind = "True or False" if bool in (own.type, *typing.get_args(own.type)) else "a whole number"
+                raise ConfigError(f"{own.name}={value!r} is a {type(value).__name__}; it must be {kind}.")
             choices = _literals(own.type)
             if choices and value is not None and value not in choices:
                 allowed = ", ".join(map(repr, choices))
@@ -262,6 +269,11 @@ class MegaPackConfig(TrainingArguments):
             raise ConfigError(
                 "moe_shared_expert_overlap=True with moe_token_dispatcher_type='allgather': only 'alltoall' computes "
                 "the shared expert while slots travel. Use 'alltoall', or leave moe_shared_expert_overlap out."
+            )
+        if self.optim_args and self.optim.value.startswith("adamw"):
+            raise ConfigError(
+                f"optim_args={self.optim_args!r} is read for sgd, adagrad and rmsprop only; optim={self.optim.value!r} "
+                "has adam_beta1, adam_beta2, adam_epsilon and weight_decay. Leave optim_args out."
             )
         if self.optim.value not in ELEMENTWISE_OPTIMIZERS:
             raise ConfigError(
