@@ -25,6 +25,7 @@ from hf_megapack.weights.targets import (
     NEVER_ADAPTED,
     UP,
     ancestors,
+    check_layers,
     check_pattern_keys,
     check_target_entries,
     default_targets,
@@ -177,9 +178,10 @@ def resolve_lora(
     """Decide which linear modules get an adapter, as `peft.get_peft_model` would on the same model.
 
     It is stricter than peft in three places where a config silently does less than it says: every entry of
-    `target_modules` and `target_parameters` and every key of `rank_pattern` and `alpha_pattern` must match something,
-    and `layers_to_transform` cannot be combined with a full module path or with `target_parameters`, which peft does
-    not filter. As in peft, `exclude_modules` that excludes nothing is only a warning.
+    `target_modules`, `target_parameters` and `layers_to_transform` and every key of `rank_pattern` and `alpha_pattern`
+    must match something, and `layers_to_transform` cannot be combined with a full module path or with
+    `target_parameters`, which peft does not filter. As in peft, `exclude_modules` that excludes nothing is only a
+    warning.
 
     It goes beyond peft where routed experts are concerned: `target_modules`, "all-linear" included, select their
     projections under the names in `linear_names`. Experts that `target_parameters` names are adapted as it says, one A
@@ -233,6 +235,7 @@ def resolve_lora(
     if not targets:
         raise ConfigError(nothing_selected_message(peft_config, linear_names))
     check_pattern_keys(config, targets)
+    check_layers(config, linear_names)
     warn_if_nothing_is_excluded(config, linear_names)
     specs = {name: _spec_of(config, target) for name, target in targets.items()}
     _check_equal_scaling(specs)

@@ -5,9 +5,10 @@ transformers 5 keeps them as two stacked parameters: `experts.gate_up_proj` and 
 reach them under the former names, target_parameters under the latter. This module reads names only.
 """
 
+import copy
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -187,6 +188,27 @@ def check_target_entries(config: LoraConfig, linear_names: Sequence[str]) -> Non
             raise ConfigError(
                 f"The LoRA target {target!r} matches nothing; linear modules here end in "
                 f"{last_components(linear_names)}. {_hint([target])}Remove or correct the entry."
+            )
+
+
+def check_layers(config: LoraConfig, linear_names: Sequence[str]) -> None:
+    """Check that every entry of layers_to_transform has an effect.
+
+    Args:
+        config: Source of it.
+        linear_names: Hugging Face paths of all linear modules of the model.
+
+    Raises:
+        ConfigError: If an entry selects no module.
+    """
+    layers = config.layers_to_transform
+    for layer in layers if isinstance(layers, Collection) else ():
+        alone = copy.copy(config)
+        alone.layers_to_transform = [layer]
+        if not selected_modules(alone, linear_names):
+            raise ConfigError(
+                f"layers_to_transform={layers!r} names layer {layer}, in which nothing is selected. "
+                "Layers count from 0: correct it, or leave it out."
             )
 
 

@@ -129,12 +129,20 @@ def is_target_in_peft(family, target):
 
 
 def does_less_than_it_says(family, config, adapted):
-    """Whether an entry or pattern key has no effect in peft, or peft adapts the head; found by asking peft."""
+    """Whether an entry, layer or pattern key has no effect in peft, or peft adapts the head; found by asking peft."""
     targets = [] if isinstance(config.target_modules, str) else config.target_modules
     for target in targets:
         if target == FULL_PATH and config.layers_to_transform not in (None, []):
             return True
         if not is_target_in_peft(family, target):
+            return True
+    layers = config.layers_to_transform
+    for layer in layers if isinstance(layers, list) else []:
+        probe = copy.deepcopy(config)
+        probe.layers_to_transform = [layer]
+        try:
+            peft_adapters(family, probe)
+        except ValueError:
             return True
     for key in {*config.rank_pattern, *config.alpha_pattern}:
         # r=50 is a rank that the base value cannot be, so it marks the modules that the key reaches.
@@ -288,6 +296,7 @@ def test_supported_initialisation_is_accepted(init):
         ({"target_modules": []}, "matches nothing"),
         ({"target_modules": ["q_proj"], "exclude_modules": r".*"}, "matches nothing"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [3]}, "matches nothing"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 3]}, "names layer 3, in which nothing is selected"),
         ({"target_modules": r"((("}, "regular expression"),
         ({"target_modules": ["q_proj"], "rank_pattern": {"(": 2}}, "regular expression"),
         ({"target_modules": ["q_proj"], "rank_pattern": {"k_proj": 2}}, "rank_pattern.*'k_proj'"),
