@@ -40,8 +40,8 @@ COLUMNS = {
     "turn": Value("int32"),
 }
 
-# Bump when the same row would give other tokens or another mask, so that cached maps are not reused.
-_TRANSFORM_VERSION = 3
+# Bump when the same row would give other tokens, another mask or an error, so that cached maps are not reused.
+_TRANSFORM_VERSION = 4
 _CHARACTERS_PER_CALL = 2_000_000
 
 

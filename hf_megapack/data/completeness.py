@@ -59,15 +59,22 @@ class CompletenessCheck:
         if tools and not any(_as_json(tool) in self.text for tool in tools):
             self._refuse_if_unused(replace(self.conversation, tools=None), None, "every one of the given tools")
         suspects = []
+        said = "\n".join(message["content"] for message in self.conversation.messages)
         for turn, message in enumerate(self.conversation.messages[first:], first):
-            content = message["content"]
-            if content.strip() not in self.text:
+            if self._is_hidden(message, said):
                 suspects.append(_Suspect(turn=turn, what="the text of this turn", change=_change_content))
             suspects += self._suspect_reasoning(turn, message)
             for position in range(len(message.get("tool_calls", ()))):
                 suspects += self._suspect_call(turn, message, position)
         if suspects:
             self._judge(suspects)
+
+    def _is_hidden(self, message: dict[str, Any], said: str) -> bool:
+        """Tell whether a turn's text is not in the render as often as it was said, in other turns' text included."""
+        content = message["content"].strip()
+        if not content:
+            return message["role"] != "assistant"
+        return self.text.count(content) < said.count(content)
 
     def _suspect_reasoning(self, turn: int, message: dict[str, Any]) -> list[_Suspect]:
         if turn not in self.spans:
@@ -88,7 +95,8 @@ class CompletenessCheck:
         call = message["tool_calls"][position]
         function = call.get("function", call)
         name, arguments = function["name"], function["arguments"]
-        shown = self._shown(turn)
+        # What is not learned may stand anywhere, and so may its text: every tool's name is in the list of tools.
+        shown = self._shown(turn) if turn in self.spans else ""
         parts = [("name", name not in shown), ("arguments", _as_json(arguments) not in shown)]
         return [
             _Suspect(turn=turn, what=f"the {part} of tool call {name!r}", change=_change_call(position, part))
@@ -97,8 +105,8 @@ class CompletenessCheck:
         ]
 
     def _shown(self, turn: int) -> str:
-        """Return the part of the render in which a turn should be: its spans if it is learned, else all of it."""
-        return "".join(self.text[start:end] for start, end in self.spans.get(turn, ())) or self.text
+        """Return the part of the render in which a learned turn should be: its spans."""
+        return "".join(self.text[start:end] for start, end in self.spans[turn]) or self.text
 
     def _judge(self, suspects: Sequence[_Suspect]) -> None:
         marks = [f"{_MARK}{index}e" for index in range(len(suspects))]

@@ -87,8 +87,9 @@ class ChatTemplate:
         """
         context = Conversation(messages=conversation.messages[: turn + 1], tools=conversation.tools, trained_turns=())
         text, spans = self._answer(context, row)
-        previous = [index for index in range(turn) if context.messages[index]["role"] == "assistant"]
-        self._check_complete(context, text, {turn: spans}, row, first=previous[-1] + 1 if previous else 0)
+        # Only learned turns have had a shorter render of their own.
+        first = max((before + 1 for before in conversation.trained_turns if before < turn), default=0)
+        self._check_complete(context, text, {turn: spans}, row, first=first)
         return text, spans
 
     def verify(self) -> str | None:

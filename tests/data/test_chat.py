@@ -383,6 +383,32 @@ def test_template_that_omits_part_of_a_tool_call_is_refused(cut, problem):
         tokenize([{"messages": TOOL_SHAPE, "tools": TOOLS}], tokenizer)
 
 
+WITHOUT_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'user' or (m.role == 'assistant' and m.content) %}<|im_start|>{{ m.role }}"
+    "\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNTRAINED_CALL = {**call({}), "train": False}
+
+
+@pytest.mark.parametrize("mask", ["all", "last", "each"])
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([user("2+2?"), {"role": "tool", "content": "4"}, assistant("It is 4.")], "turn 1 .tool.: .* the text"),
+        ([user("2+2?"), {"role": "tool", "content": ""}, assistant("It is 4.")], "turn 1 .tool.: .* the text"),
+        ([{"role": "system", "content": "Be kind"}, user("Be kind!"), assistant("x")], "turn 0 .system.: .* the text"),
+        ([user("find_flight {}"), UNTRAINED_CALL, assistant("x")], "turn 1 .assistant.: .* tool call 'find_flight'"),
+        ([user("fly"), UNTRAINED_CALL, assistant("x")], "turn 1 .assistant.: .* tool call 'find_flight'"),
+    ],
+)
+def test_a_dropped_turn_is_noticed_though_other_turns_hold_its_text_or_it_is_not_learned(messages, problem, mask):
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = WITHOUT_TOOLS
+    with pytest.raises(DataError, match=f"row 0, {problem}"):
+        tokenize([{"messages": messages}], tokenizer, assistant_mask=mask)
+
+
 def test_system_text_that_a_template_drops_is_refused():
     """Mistral's template writes the system text only when the last message is the user's."""
     with pytest.raises(DataError, match="row 0"):
