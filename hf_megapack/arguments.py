@@ -137,4 +137,10 @@ TRL_NAMES: dict[str, str] = {
 }
 
 # Values of optim that treat every element alike; guard.py has the classes.
-ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+ELEMENTWISE_OPTIMIZERS = {
+    "adamw_torch": (),
+    "adamw_torch_fused": (),
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adagrad": ("lr_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "centered"),
+}

@@ -194,6 +194,7 @@ class MegaPackConfig(TrainingArguments):
         self.torch_compile = torch_compile
         self._check_packing()
         self._check_combinations()
+        self._check_optimizer()
 
     def _refuse_arguments(self) -> None:
         """Raise ConfigError on a field of TrainingArguments that is refused, or unknown to our table, and set."""
@@ -270,16 +271,6 @@ class MegaPackConfig(TrainingArguments):
                 "moe_shared_expert_overlap=True with moe_token_dispatcher_type='allgather': only 'alltoall' computes "
                 "the shared expert while slots travel. Use 'alltoall', or leave moe_shared_expert_overlap out."
             )
-        if self.optim_args and self.optim.value.startswith("adamw"):
-            raise ConfigError(
-                f"optim_args={self.optim_args!r} is read for sgd, adagrad and rmsprop only; optim={self.optim.value!r} "
-                "has adam_beta1, adam_beta2, adam_epsilon and weight_decay. Leave optim_args out."
-            )
-        if self.optim.value not in ELEMENTWISE_OPTIMIZERS:
-            raise ConfigError(
-                f"optim={self.optim.value!r} is not supported: only optimizers that treat every element alike update "
-                f"shards of a matrix correctly. Allowed: {', '.join(ELEMENTWISE_OPTIMIZERS)}."
-            )
         if self.torch_compile and self.recompute == "selective":
             raise ConfigError(
                 "torch_compile=True lets the compiler choose what a layer keeps; recompute='selective' chooses by "
@@ -290,6 +281,29 @@ class MegaPackConfig(TrainingArguments):
                 f"fp8={self.fp8!r} replaces matrix products in bf16, but bf16={self.bf16}. Set bf16=True on a GPU, or "
                 "leave fp8 out."
             )
+
+    def _check_optimizer(self) -> None:
+        """Raise ConfigError on an optimizer that is not elementwise, or on an option of another optimizer."""
+        optim = self.optim.value
+        if optim not in ELEMENTWISE_OPTIMIZERS:
+            raise ConfigError(
+                f"optim={optim!r} is not supported: only optimizers that treat every element alike update shards of a "
+                f"matrix correctly. Allowed: {', '.join(ELEMENTWISE_OPTIMIZERS)}."
+            )
+        if self.max_grad_norm is None:
+            raise ConfigError("max_grad_norm=None is not a number; 0 leaves gradients as they are.")
+        known = ELEMENTWISE_OPTIMIZERS[optim]
+        given = {pair.partition("=")[0].strip() for pair in (self.optim_args or "").split(",") if pair.strip()}
+        if unread := sorted(given - set(known)):
+            allowed = f"of {optim!r} it may set {', '.join(known)}" if known else f"of {optim!r} it sets nothing"
+            raise ConfigError(
+                f"optim_args={self.optim_args!r} has {', '.join(unread)}, which would be ignored: {allowed}. Weight "
+                "decay, and the betas and epsilon of Adam, are fields of their own."
+            )
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            value = getattr(self, name)
+            if known and value != TrainingArguments.__dataclass_fields__[name].default:
+                raise ConfigError(f"{name}={value!r} is not read by optim={optim!r}. Leave it out.")
 
     def _check_packing(self) -> None:
         """Raise ConfigError where what fills a row, in which order, does not go with another field."""

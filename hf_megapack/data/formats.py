@@ -7,6 +7,7 @@ separate from the messages. Nothing here renders a template or tokenises.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -351,13 +352,18 @@ def _read_tokens(row: Mapping[str, Any], row_index: int) -> ReadyTokens:
     return ReadyTokens(
         input_ids=ids[:length].astype(np.int32),
         loss_mask=is_target[:length].astype(np.uint8),
-        conversation_id=_optional_int(row.get("conversation_id"), row_index),
-        turn=_optional_int(row.get("turn"), -1),
+        conversation_id=_optional_int(row, "conversation_id", row_index, default=row_index),
+        turn=_optional_int(row, "turn", row_index, default=-1),
     )
 
 
-def _optional_int(value: Any, default: int) -> int:
-    return default if value is None else int(value)
+def _optional_int(row: Mapping[str, Any], column: str, row_index: int, *, default: int) -> int:
+    value = row.get(column)
+    if value is None:
+        return default
+    if not isinstance(value, Integral):
+        raise DataError(f"row {row_index}: {column} must be a whole number, got {_brief(value)}; leave the column out")
+    return int(value)
 
 
 def _integers(value: Any, column: str, row_index: int) -> np.ndarray:

@@ -109,9 +109,11 @@ class CheckpointReader:
         return tensor[window] if dim == 0 else tensor[:, window]
 
     def unread(self, rules: Iterable[WeightRule]) -> list[str]:
-        """Return the stored names that no rule reads, computed buffers left out."""
+        """Return the stored names that no rule reads; computed buffers and tensors without an element are left out."""
         read = {self._stored_name(source) for rule in rules for source in rule.stored_names()}
-        return sorted(n for n in self._handle_of if n not in read and not n.endswith(COMPUTED_SUFFIXES))
+        names = [n for n in self._handle_of if n not in read and not n.endswith(COMPUTED_SUFFIXES)]
+        # Glm4Moe with n_shared_experts=0 has some, of an expert without a width.
+        return sorted(n for n in names if 0 not in self._handle_of[n].get_slice(n).get_shape())
 
 
 @contextmanager

@@ -283,6 +283,11 @@ def test_ready_tokens_lose_padding_and_the_target_at_index_0():
         ({"input_ids": [5, 6], "labels": [-100, -100]}, "row 0: no token is left to learn"),
         ({"input_ids": [5, 6], "labels": [5, -100]}, "row 0: no token is left to learn"),
         ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "loss_mask may hold only 0 and 1"),
+        (
+            {"input_ids": [5, 6], "loss_mask": [0, 1], "conversation_id": "abc"},
+            "row 0: conversation_id must be a whole",
+        ),
+        ({"input_ids": [5, 6], "loss_mask": [0, 1], "turn": 1.7}, "row 0: turn must be a whole number, got float 1.7"),
         ({"input_ids": [5, 6], "loss_mask": [0, 1], "attention_mask": [0, 1]}, "run of ones from index 0"),
         ({"input_ids": [5, 6], "loss_mask": [0, 1], "attention_mask": [1, 0]}, "padding to be learned"),
         ({"input_ids": [5, 6], "loss_mask": [1]}, "differ in length"),
