@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "arguments": set(),
     "container": set(),
     "config": {"arguments"},
+    "command_line": {"config"},
     "ranks": set(),
     "meter": {"data", "packing"},
     "guard": {"ranks"},

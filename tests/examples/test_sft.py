@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from datasets import DatasetDict, load_dataset
 from peft import AutoPeftModelForCausalLM
 
 from tests.helpers.assets import ASSETS, load_tokenizer
@@ -29,11 +31,17 @@ def run(*command: str | Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder that two updates of a tiny model left, and what was printed on the way."""
+def model(tmp_path_factory):
+    """A tiny model with its tokenizer."""
     model = tmp_path_factory.mktemp("model")
     save_random_model("llama", model)
     load_tokenizer().save_pretrained(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+    """The folder that two updates of a tiny model left, and what was printed on the way."""
     output = tmp_path_factory.mktemp("output")
     printed = run(
         "-m",
@@ -85,6 +93,49 @@ def test_plain_peft_measures_the_held_out_loss_that_the_trainer_measured(trained
     assert after < before
     # Four decimals are printed.
     assert after == pytest.approx(measured, abs=1e-4)
+
+
+RUN = """\
+use_cpu: true
+max_length: null
+assistant_mask: all
+per_device_train_batch_size: 2
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr: 0.0}
+logging_steps: 1
+save_steps: 1
+report_to: none
+eval_split: held_out
+"""
+
+
+def test_sft_resumes_from_the_newest_checkpoint_or_a_folder_and_reads_datasets_as_folders(model, tmp_path):
+    """Every start trains what is missing of three updates; the figures of the last line count no others."""
+    (tmp_path / "clone").mkdir()
+    shutil.copy(CONVERSATIONS / "bfcl.jsonl", tmp_path / "clone" / "train.jsonl")
+    held_out = load_dataset("json", data_files=str(CONVERSATIONS / "mtbench.jsonl"), split="train")
+    DatasetDict({"train": held_out.select([0]), "held_out": held_out}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "run.yaml").write_text(RUN)
+    common = (EXAMPLES / "sft.py", f"--config={tmp_path / 'run.yaml'}", "--model", model)
+    common += ("--dataset", tmp_path / "clone", "--eval_dataset", tmp_path / "saved", "--output_dir", tmp_path / "out")
+    counted = {}
+    for first, options in (
+        (1, ["--max_steps", 2]),
+        (3, ["--max_steps", 3, "--resume_from_checkpoint", "True"]),
+        (2, ["--max_steps", 3, "--resume_from_checkpoint", tmp_path / "out/checkpoint-1"]),
+        (1, ["--max_steps", 3, "--resume_from_checkpoint", "false"]),
+    ):
+        run(*common, *options)
+        metrics = json.loads((tmp_path / "out/train_results.json").read_text())
+        state = json.loads((tmp_path / f"out/checkpoint-{options[1]}/trainer_state.json").read_text())
+        lines = [line for line in state["log_history"] if "loss" in line]
+        counted[first] = sum(line["logical_tokens"] for line in lines[first - 1 :])
+        assert [line["step"] for line in lines] == list(range(1, options[1] + 1))
+        assert metrics["logical_tokens"] == counted[first] > 0
+        assert lines[-1]["num_tokens"] == sum(line["logical_tokens"] for line in lines)
+    assert counted[1] > counted[2] > counted[3]
+    metrics = json.loads((tmp_path / "out/eval_results.json").read_text())
+    assert round(metrics["eval_runtime"] * metrics["eval_samples_per_second"]) == len(held_out) > 1
 
 
 def test_sft_refuses_an_option_that_it_does_not_know(tmp_path):
