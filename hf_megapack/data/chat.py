@@ -26,7 +26,7 @@ from hf_megapack.data.formats import (
 )
 from hf_megapack.data.lengths import LengthPolicy, Outcome, log_outcomes
 from hf_megapack.data.masks import mask_tokens, split_edges, token_extents
-from hf_megapack.data.refusals import check_size_of_each
+from hf_megapack.data.refusals import check_size_of_each, set_template
 from hf_megapack.data.template import ChatTemplate, Span
 from hf_megapack.errors import ConfigError, DataError
 
@@ -122,7 +122,7 @@ class ChatTransform:
         if isinstance(template, dict):
             raise ConfigError(
                 f"tokenizer {tokenizer.name_or_path!r} has several chat templates ({', '.join(template)}); "
-                f"pass the text of one as chat_template="
+                f"{set_template('the text of one')}"
             )
         specials = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         self.__setstate__(
@@ -236,9 +236,7 @@ class ChatTransform:
             yield _Draft(text=text, spans=[span], row=row, turn=-1, is_chat=False, has_other_turns=bool(parsed.prompt))
             return
         if self._template is None:
-            raise ConfigError(
-                f"tokenizer {self._name} has no chat template; pass chat_template= or set the tokenizer's"
-            )
+            raise ConfigError(f"tokenizer {self._name} has no chat template; {set_template('one')}")
         turns = self._learned_turns(parsed, row)
         has_other_turns = any(message["role"] != "assistant" for message in parsed.messages)
         if self._assistant_mask == "each":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_megapack.data.formats import Conversation
+from hf_megapack.data.refusals import set_template
 from hf_megapack.errors import DataError
 
 _MARK = "Zq7x"
@@ -133,7 +134,7 @@ class CompletenessCheck:
             role = "" if turn is None else f", turn {turn} ({self.conversation.messages[turn]['role']})"
             raise DataError(
                 f"row {self.row}{role}: the chat template of {self.name} leaves out {what}, so it would be "
-                f"missing from training; pass chat_template= a template that renders it, or remove it from the data"
+                f"missing from training; {set_template('a template that renders it')}, or remove it from the data"
             )
 
 

@@ -18,12 +18,15 @@ from hf_megapack.errors import DataError
 # Format -> (columns that define it, columns that may accompany it).
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "messages": (("messages",), ("tools",)),
-    "prompt/completion": (("prompt", "completion"), ("tools",)),
+    "prompt/completion": (("prompt", "completion"), ("tools", "label")),
     "ShareGPT": (("conversations",), ("tools",)),
     "text": (("text",), ()),
     "tokens with labels": (("input_ids", "labels"), ("attention_mask", "conversation_id", "turn")),
     "tokens with a loss mask": (("input_ids", "loss_mask"), ("attention_mask", "conversation_id", "turn")),
 }
+
+# What TRL calls a loss mask.
+_TRL_MASKS = ("completion_mask", "assistant_masks")
 
 _LARGEST_ID = np.iinfo(np.int32).max
 
@@ -100,6 +103,8 @@ def recognise_format(columns: Iterable[str]) -> str:
         return found[0]
     known = "; ".join(f"{name}: {' + '.join(required)}" for name, (required, _) in FORMATS.items())
     problem = "fit no known format" if not found else f"fit several formats ({', '.join(found)}); keep one of them"
+    if not found and "input_ids" in present and (masks := [name for name in _TRL_MASKS if name in present]):
+        problem += f"; rename {' or '.join(masks)} to loss_mask"
     raise DataError(f"columns {sorted(present)} {problem}. Formats: {known}")
 
 
@@ -301,7 +306,12 @@ def _from_sharegpt(turns: Any, row_index: int) -> Any:
 
 
 def _read_prompt_completion(row: Mapping[str, Any], row_index: int) -> Conversation | TextPair:
-    prompt, completion = row["prompt"], row["completion"]
+    prompt, completion, label = row["prompt"], row["completion"], row.get("label")
+    if isinstance(label, (bool, np.bool_)):
+        raise DataError(
+            f"row {row_index}: label is {label}, but preferences (KTO) are not trained, and without them a completion "
+            f"is learned whatever its label; keep the rows to learn, and remove the column label"
+        )
     if isinstance(prompt, list) and isinstance(completion, list):
         return _read_conversation(prompt + completion, row.get("tools"), row_index, num_context=len(prompt))
     if isinstance(prompt, str) and isinstance(completion, str):

@@ -11,13 +11,25 @@ _MOST_SHOWN = 40
 _MOST_CHARACTERS_OF_EACH = 500_000_000
 
 
+def set_template(what: str) -> str:
+    """Return how to give a chat template to the trainer, to ChatTransform and on a command line.
+
+    Args:
+        what: The template to give.
+    """
+    return (
+        f"set tokenizer.chat_template to {what} (or give its text to ChatTransform as chat_template=, its file on a "
+        "command line as --chat_template)"
+    )
+
+
 def advice(is_single_turn: bool) -> str:
     """Return what to do about a template.
 
     Args:
         is_single_turn: Whether each example learns one turn already.
     """
-    template = "pass chat_template= a training template, one with {% generation %} tags around assistant text"
+    template = set_template("a training template, one with {% generation %} tags around assistant text")
     return template if is_single_turn else f'use assistant_mask="each", or {template}'
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hf_megapack.data.formats import Conversation
+from hf_megapack.data.refusals import set_template
 from hf_megapack.data.regions import EndlessTemplateError, MarkedTemplate, Span
 from hf_megapack.errors import DataError
 
@@ -126,7 +127,7 @@ class TemplateRenderer:
             if len(text) > _FREE_CHARACTERS + _CHARACTERS_PER_CHARACTER * size:
                 raise DataError(
                     f"row {row}: the chat template of {self.name} makes {len(text):,} characters of a conversation of "
-                    f"{size:,}; pass chat_template= another one"
+                    f"{size:,}; {set_template('another one')}"
                 )
         return text, tags
 

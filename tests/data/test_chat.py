@@ -329,6 +329,8 @@ def test_ready_tokens_lose_padding_and_the_target_at_index_0():
         ({"messages": [user("a"), {"role": "developer", "content": "x y"}, assistant("b")]}, "turn 1 .* leaves out"),
         ({"messages": [user("a"), assistant("b")], "tools": "[oops"}, "row 0: tools are broken JSON"),
         ({"prompt": "a", "completion": [assistant("b")]}, "both be text or both lists"),
+        ({"prompt": "a", "completion": "b", "label": False}, "row 0: label is False, but preferences .KTO. are not"),
+        ({"prompt": [user("a")], "completion": [assistant("b")], "label": True}, "row 0: label is True, but pref"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 0: unknown speaker str 'robot'"),
     ],
 )
@@ -343,9 +345,23 @@ def test_wrong_columns_show_what_was_found_and_what_is_known(columns):
         tokenize([columns])
 
 
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+def test_tokens_with_a_mask_of_trl_are_told_its_name_here(mask):
+    with pytest.raises(DataError, match=rf"fit no known format; rename {mask} to loss_mask\. Formats: "):
+        tokenize([{"input_ids": [5, 6], mask: [0, 1]}])
+
+
+def test_a_label_that_is_no_preference_is_a_column_like_any_other():
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "label": "sport"}]
+    plain, labelled = (tokenize([row])[0] for row in rows)
+    assert np.array_equal(plain["input_ids"], labelled["input_ids"])
+
+
 def test_template_that_rewrites_history_is_refused_for_all_and_points_to_each():
     rows = load_conversations("mtbench")
-    with pytest.raises(DataError, match=r'row 0, turn 1: .* changes earlier text .* use assistant_mask="each"'):
+    with pytest.raises(
+        DataError, match=r'turn 1: .* changes earlier text .* use assistant_mask="each", or set tokenizer\.chat'
+    ):
         tokenize(rows, load_tokenizer("qwen3"))
 
 
@@ -369,7 +385,7 @@ def test_template_that_drops_old_reasoning_is_refused_for_learned_turns():
 @pytest.mark.parametrize("data", ["bfcl", "tau"])
 @pytest.mark.parametrize("mask", ["all", "last", "each"])
 def test_template_without_tools_is_refused(data, mask):
-    with pytest.raises(DataError, match=r"row 0: the chat template of .* leaves out every one of the given tools"):
+    with pytest.raises(DataError, match=r"row 0: .* leaves out every one of the given tools.*; set tokenizer\.chat_t"):
         tokenize(load_conversations(data), load_tokenizer("smollm2"), assistant_mask=mask)
 
 
@@ -572,11 +588,12 @@ def test_wrong_options_are_refused_by_name(options, problem):
 def test_missing_and_multiple_templates_are_refused():
     tokenizer = load_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="has no chat template"):
+    ways = r"set tokenizer\.chat_template to .*ChatTransform as chat_template=, .*command line as --chat_template"
+    with pytest.raises(ConfigError, match=f"has no chat template; {ways}"):
         tokenize([{"messages": [user("a"), assistant("b")]}], tokenizer)
     assert tokenize([{"text": "needs no template"}], tokenizer)
     tokenizer.chat_template = {"default": "x", "tool_use": "y"}
-    with pytest.raises(ConfigError, match=r"several chat templates .default, tool_use."):
+    with pytest.raises(ConfigError, match=rf"several chat templates .default, tool_use.; {ways}"):
         ChatTransform(tokenizer)
 
 
