@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from hf_megapack import MegaPackConfig
-from hf_megapack.arguments import TRAINING_ARGUMENTS, TRL_NAMES, Verdict
+from hf_megapack.arguments import DROPPED_ARGUMENTS, TRAINING_ARGUMENTS, TRL_NAMES, Verdict
 from hf_megapack.weights.adapter import LORA_FIELDS
 
 PAGE = Path(__file__).with_name("config.md")
@@ -77,8 +77,9 @@ def render() -> str:
             parts.append(f"| `{field.name}` | {values} | `{field.default}` | {text} |")
         parts.append("")
     parts.append("## Inherited from TrainingArguments")
+    inherited = {name: verdict for name, verdict in TRAINING_ARGUMENTS.items() if name not in DROPPED_ARGUMENTS}
     for mark, heading in INHERITED.items():
-        parts += [f"\n{heading}:\n", *verdict_lines(TRAINING_ARGUMENTS, mark)]
+        parts += [f"\n{heading}:\n", *verdict_lines(inherited, mark)]
     parts.append("\n## Names of TRL\n\nRaise with our name for it:\n")
     parts += [f"* `{name}`: {advice}" for name, advice in TRL_NAMES.items()]
     parts.append("\n## Fields of LoraConfig\n")

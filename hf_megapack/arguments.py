@@ -91,6 +91,9 @@ TRAINING_ARGUMENTS: dict[str, Verdict] = {
     ),
 }
 
+# Names that transformers has dropped since the oldest release of our range, so that docs/config.md leaves them out.
+DROPPED_ARGUMENTS = ("warmup_ratio", "logging_dir")
+
 TRAINER_ARGUMENTS: dict[str, Verdict] = {
     **_honoured(
         """
