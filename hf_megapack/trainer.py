@@ -393,8 +393,7 @@ class MegaPackTrainer(Trainer):
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
-    # What the HF Trainer offers and packed training does not.
-
     predict = checks.refused_method("predict", "save the adapter and load it with peft to generate or score")
     hyperparameter_search = checks.refused_method("hyperparameter_search", "build one trainer per trial")
     push_to_hub = checks.refused_method("push_to_hub", "call save_model(folder), then `hf upload`")
+    create_model_card = checks.refused_method("create_model_card", "write a README.md into the adapter's folder")

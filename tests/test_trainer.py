@@ -690,7 +690,7 @@ def test_a_padding_token_that_the_model_does_not_know_is_not_used(make, tiny_tok
     assert build_collator(tiny_tokenizer, trainer.args, 1, "tree", vocab_size=known).pad_token_id == 0
 
 
-@pytest.mark.parametrize("name", ["predict", "hyperparameter_search", "push_to_hub"])
+@pytest.mark.parametrize("name", ["predict", "hyperparameter_search", "push_to_hub", "create_model_card"])
 def test_methods_that_cannot_be_honoured_are_refused(make, name):
     with pytest.raises(ConfigError, match=rf"{name}\(\) is not supported"):
         getattr(make(), name)()
