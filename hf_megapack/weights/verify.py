@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from hf_megapack.errors import ExportError
+from hf_megapack.errors import ConfigError, ExportError
 from hf_megapack.weights.experts import Adapters
 from hf_megapack.weights.export import read_adapter_file
 from hf_megapack.weights.targets import DOWN, GATE, UP, expert_parts
@@ -36,9 +36,15 @@ def verify_with_peft(
         tolerance: Largest difference between logits, in units of the largest logit or of 1 if that is less.
 
     Raises:
+        ConfigError: If `base_model` is no transformers model, such as a path.
         ExportError: If peft cannot load the adapter, or keys, values or logits are not those of the file. Always for an
             adapter that was exported as "per_expert", which is not for peft.
     """
+    if not isinstance(base_model, PreTrainedModel):
+        raise ConfigError(
+            f"base_model is a {type(base_model).__name__}; give the loaded model, without adapter, such as "
+            "AutoModelForCausalLM.from_pretrained(name)."
+        )
     file = read_adapter_file(directory)
     if file.is_per_expert:
         raise ExportError(

@@ -10,7 +10,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from hf_megapack.errors import ExportError, NonFiniteResultError
+from hf_megapack.errors import ConfigError, ExportError, NonFiniteResultError
 from hf_megapack.weights import export_peft_adapter, read_peft_adapter, resolve_lora, verify_with_peft
 from tests.helpers.interruption import interrupted
 
@@ -504,6 +504,12 @@ def test_verification_fails_when_peft_cannot_load(tmp_path):
     export_peft_adapter(state, peft_config, tmp_path, base_model_name=None)
     with pytest.raises(ExportError, match="cannot load"):
         verify_with_peft(tmp_path, tiny_model())
+
+
+@pytest.mark.parametrize("base", ["Qwen/Qwen3-0.6B", torch.nn.Linear(1, 1)], ids=["name", "module"])
+def test_verification_needs_a_loaded_transformers_model(tmp_path, base):
+    with pytest.raises(ConfigError, match=rf"base_model is a {type(base).__name__}; give the loaded model"):
+        verify_with_peft(tmp_path, base)
 
 
 def test_verification_gives_the_base_model_back(tmp_path):
