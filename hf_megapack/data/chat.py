@@ -231,6 +231,12 @@ class ChatTransform:
     def _drafts(self, parsed: Conversation | TextPair, row: int) -> Iterator[_Draft]:
         """Yield the rendered examples of one row."""
         if isinstance(parsed, TextPair):
+            if self._eos_id is None:
+                raise ConfigError(
+                    f"text, and prompt and completion as text, end with a learned end-of-text token, but tokenizer "
+                    f"{self._name} has no eos_token; set tokenizer.eos_token to the token that ends a text, or give "
+                    f"input_ids and loss_mask"
+                )
             text = parsed.prompt + parsed.completion
             span = (len(parsed.prompt), len(text))
             yield _Draft(text=text, spans=[span], row=row, turn=-1, is_chat=False, has_other_turns=bool(parsed.prompt))
@@ -296,12 +302,11 @@ class ChatTransform:
         return pieces
 
     def _end_text(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Make plain text end with a learned end-of-text token, if the tokenizer has one."""
-        if self._eos_id is not None:
-            if not len(ids) or ids[-1] != self._eos_id:
-                ids = np.append(ids, np.int32(self._eos_id))
-                mask = np.append(mask, np.uint8(0))
-            mask[-1] = 1
+        """Make plain text end with a learned end-of-text token."""
+        if not len(ids) or ids[-1] != self._eos_id:
+            ids = np.append(ids, np.int32(self._eos_id))
+            mask = np.append(mask, np.uint8(0))
+        mask[-1] = 1
         return ids, mask
 
     def _finish(

@@ -259,6 +259,15 @@ def test_plain_text_ends_with_a_learned_end_token():
     assert text["loss_mask"].tolist() == [0] + [1] * (len(text["input_ids"]) - 1)
 
 
+@pytest.mark.parametrize("row", [{"text": "The sky is blue."}, {"prompt": "The sky", "completion": " is blue."}])
+def test_plain_text_without_an_end_of_text_token_is_refused(row):
+    tokenizer = load_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match=r"tokenizer .* has no eos_token; set tokenizer.eos_token to the token that"):
+        tokenize([row], tokenizer)
+    assert tokenize([{"messages": [user("a"), assistant("b")]}], tokenizer)
+
+
 def test_sharegpt_turns_are_messages():
     row = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
     [example] = tokenize([row])
