@@ -7,6 +7,7 @@ turn is one. Nothing is dropped or cut without being counted. Labels are not shi
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from datasets import List, Value
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from hf_megapack.data.beside import COLUMNS as COLUMNS_BESIDE
 from hf_megapack.data.encoding import TextEncoder
 from hf_megapack.data.formats import (
     FORMATS,
@@ -27,6 +29,7 @@ from hf_megapack.data.formats import (
 from hf_megapack.data.lengths import LengthPolicy, Outcome, log_outcomes
 from hf_megapack.data.masks import mask_tokens, split_edges, token_extents
 from hf_megapack.data.refusals import check_size_of_each, set_template
+from hf_megapack.data.rendering import TemplateRenderer
 from hf_megapack.data.template import ChatTemplate, Span
 from hf_megapack.errors import ConfigError, DataError
 
@@ -41,8 +44,10 @@ COLUMNS = {
 }
 
 # Bump when the same row would give other tokens, another mask or an error, so that cached maps are not reused.
-_TRANSFORM_VERSION = 4
+_TRANSFORM_VERSION = 5
 _CHARACTERS_PER_CALL = 2_000_000
+# Templates with variables of their own that are kept; rows usually have a few settings, such as thinking or not.
+_MOST_TEMPLATES = 64
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -152,14 +157,8 @@ class ChatTransform:
         self._lengths = LengthPolicy(**{key: state[key] for key in ("max_length", "overlong", "limit_name")})
         eos = state["special_tokens"].get("eos_token")
         self._eos_id = None if eos is None else self._encoder.backend.token_to_id(eos)
-        self._template = None
-        if state["chat_template"] is not None:
-            self._template = ChatTemplate(
-                state["chat_template"],
-                special_tokens=state["special_tokens"],
-                end_tokens=self._encoder.special_tokens,
-                name=self._name,
-            )
+        self._template = None if state["chat_template"] is None else self._make_template({})
+        self._templates: dict[str, ChatTemplate] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self._options, "tokenizer": self._encoder.backend.to_str()}
@@ -182,7 +181,7 @@ class ChatTransform:
             DataError: If a row cannot be learned as it stands; names row and turn.
         """
         format_name = recognise_format(batch.keys())
-        names = [name for group in FORMATS[format_name] for name in group if name in batch]
+        names = [name for group in (*FORMATS[format_name], COLUMNS_BESIDE) for name in group if name in batch]
         columns = [batch[name] for name in names]
         rows = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
         examples = list(self.tokenize(rows, indices, format_name=format_name))
@@ -243,17 +242,39 @@ class ChatTransform:
             return
         if self._template is None:
             raise ConfigError(f"tokenizer {self._name} has no chat template; {set_template('one')}")
+        template = self._template_of(parsed)
         turns = self._learned_turns(parsed, row)
         has_other_turns = any(message["role"] != "assistant" for message in parsed.messages)
         if self._assistant_mask == "each":
             check_size_of_each(parsed, turns, row)
             for turn in turns:
-                text, spans = self._template.turn_spans(parsed, turn, row)
+                text, spans = template.turn_spans(parsed, turn, row)
                 yield _Draft(text=text, spans=spans, row=row, turn=turn, is_chat=True, has_other_turns=turn > 0)
         else:
-            text, by_turn = self._template.conversation_spans(parsed, turns, row)
+            text, by_turn = template.conversation_spans(parsed, turns, row)
             spans = [span for turn in turns for span in by_turn[turn]]
             yield _Draft(text=text, spans=spans, row=row, turn=-1, is_chat=True, has_other_turns=has_other_turns)
+
+    def _make_template(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        renderer = TemplateRenderer(
+            self._options["chat_template"],
+            special_tokens=self._options["special_tokens"],
+            name=self._name,
+            variables=variables,
+        )
+        return ChatTemplate(renderer, end_tokens=self._encoder.special_tokens)
+
+    def _template_of(self, parsed: Conversation) -> ChatTemplate:
+        """Return the template with the variables of a row."""
+        variables = parsed.template_kwargs
+        if not variables:
+            return self._template
+        key = repr(sorted(variables.items(), key=itemgetter(0)))
+        if key not in self._templates:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            self._templates[key] = self._make_template(variables)
+        return self._templates[key]
 
     def _learned_turns(self, conversation: Conversation, row: int) -> Sequence[int]:
         turns = conversation.trained_turns

@@ -6,20 +6,21 @@ separate from the messages. Nothing here renders a template or tokenises.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from hf_megapack.batch import IGNORE_LABEL
+from hf_megapack.data.beside import check_columns, check_role, drop_nulls, read_template_kwargs
 from hf_megapack.errors import DataError
 
 # Format -> (columns that define it, columns that may accompany it).
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "messages": (("messages",), ("tools",)),
-    "prompt/completion": (("prompt", "completion"), ("tools", "label")),
-    "ShareGPT": (("conversations",), ("tools",)),
+    "messages": (("messages",), ("tools", "chat_template_kwargs")),
+    "prompt/completion": (("prompt", "completion"), ("tools", "chat_template_kwargs", "label")),
+    "ShareGPT": (("conversations",), ("tools", "chat_template_kwargs")),
     "text": (("text",), ()),
     "tokens with labels": (("input_ids", "labels"), ("attention_mask", "conversation_id", "turn")),
     "tokens with a loss mask": (("input_ids", "loss_mask"), ("attention_mask", "conversation_id", "turn")),
@@ -49,11 +50,13 @@ class Conversation:
         messages: Role, string content and whatever else the template may read, in order.
         tools: JSON schemas offered to the assistant, or None.
         trained_turns: Indices of the assistant messages that may be learned, ascending.
+        template_kwargs: Variables for the template, of this row.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     trained_turns: tuple[int, ...]
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,34 +126,14 @@ def read_row(format_name: str, row: Mapping[str, Any], row_index: int) -> Conver
         DataError: If the row is malformed; names row and turn.
     """
     if format_name == "messages":
-        return _read_conversation(row["messages"], row.get("tools"), row_index)
+        return _read_conversation(row["messages"], row, row_index)
     if format_name == "ShareGPT":
-        return _read_conversation(_from_sharegpt(row["conversations"], row_index), row.get("tools"), row_index)
+        return _read_conversation(_from_sharegpt(row["conversations"], row_index), row, row_index)
     if format_name == "prompt/completion":
         return _read_prompt_completion(row, row_index)
     if format_name == "text":
         return TextPair(prompt="", completion=_require_text(row["text"], "text", row_index))
     return _read_tokens(row, row_index)
-
-
-def drop_nulls(value: Any) -> Any:
-    """Remove null-valued dict keys at every depth; columnar stores add them to give all rows the same keys.
-
-    Args:
-        value: Any nesting of dicts and lists; nulls inside lists stay.
-
-    Returns:
-        A copy without those keys.
-
-    Example:
-        >>> drop_nulls({"a": None, "b": [{"c": None, "d": 1}, None]})
-        {'b': [{'d': 1}, None]}
-    """
-    if isinstance(value, Mapping):
-        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [drop_nulls(item) for item in value]
-    return value
 
 
 def check_unicode(text: str, where: str) -> None:
@@ -172,8 +155,8 @@ def check_unicode(text: str, where: str) -> None:
         ) from error
 
 
-def _read_conversation(messages: Any, tools: Any, row_index: int, num_context: int = 0) -> Conversation:
-    """Return a normalised conversation; its first `num_context` messages are never learned."""
+def _read_conversation(messages: Any, row: Mapping[str, Any], row_index: int, num_context: int = 0) -> Conversation:
+    """Return the normalised conversation of a row; its first `num_context` messages are never learned."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise DataError(f"row {row_index}: messages must be a non-empty list of dicts, got {_brief(messages)}")
     clean, trained = [], []
@@ -182,7 +165,13 @@ def _read_conversation(messages: Any, tools: Any, row_index: int, num_context: i
         clean.append(message)
         if is_trained and turn >= num_context:
             trained.append(turn)
-    return Conversation(messages=clean, tools=_read_tools(tools, row_index), trained_turns=tuple(trained))
+    check_columns(row, [message["content"] for message in clean], row_index)
+    return Conversation(
+        messages=clean,
+        tools=_read_tools(row.get("tools"), row_index),
+        trained_turns=tuple(trained),
+        template_kwargs=read_template_kwargs(row.get("chat_template_kwargs"), row_index),
+    )
 
 
 def _read_message(raw: Any, row_index: int, turn: int) -> tuple[dict[str, Any], bool]:
@@ -194,6 +183,7 @@ def _read_message(raw: Any, row_index: int, turn: int) -> tuple[dict[str, Any], 
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"{where}: a message needs a role (system, user, assistant, tool), got {_brief(role)}")
+    check_role(role, where)
     is_assistant = role == "assistant"
     message["content"] = _read_content(message.get("content", "" if is_assistant else None), where)
     reasoning = message.get("reasoning_content", "")
@@ -313,10 +303,14 @@ def _read_prompt_completion(row: Mapping[str, Any], row_index: int) -> Conversat
             f"is learned whatever its label; keep the rows to learn, and remove the column label"
         )
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _read_conversation(prompt + completion, row.get("tools"), row_index, num_context=len(prompt))
+        return _read_conversation(prompt + completion, row, row_index, num_context=len(prompt))
     if isinstance(prompt, str) and isinstance(completion, str):
-        if row.get("tools"):
-            raise DataError(f"row {row_index}: tools need prompt and completion to be lists of messages, not text")
+        for column in ("tools", "chat_template_kwargs"):
+            if drop_nulls(row.get(column)):
+                raise DataError(
+                    f"row {row_index}: {column} need prompt and completion to be lists of messages, not text"
+                )
+        check_columns(row, [prompt, completion], row_index)
         return TextPair(prompt=prompt, completion=_require_text(completion, "completion", row_index))
     kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
     raise DataError(f"row {row_index}: prompt and completion must both be text or both lists of messages, got {kinds}")

@@ -5,10 +5,11 @@ Nothing here decides what is learned. Templates run in transformers' sandbox and
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from jinja2 import meta
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from hf_megapack.data.formats import Conversation
 from hf_megapack.data.refusals import set_template
@@ -20,6 +21,10 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _FREE_CHARACTERS, _CHARACTERS_PER_CHARACTER = 1_000_000, 20
 
 
+# Made once for all renderers of a text: rows may differ in their variables.
+_marked = lru_cache(maxsize=8)(MarkedTemplate)
+
+
 class TemplateRenderer:
     """A chat template with the variables that the tokenizer gives to it.
 
@@ -27,13 +32,23 @@ class TemplateRenderer:
         text: The Jinja template.
         special_tokens: Variables such as `bos_token` that templates read.
         name: Tokenizer name for error messages.
+        variables: What else the template reads; goes before everything that is decided here.
     """
 
-    def __init__(self, text: str, *, special_tokens: Mapping[str, str], name: str) -> None:
+    def __init__(
+        self,
+        text: str,
+        *,
+        special_tokens: Mapping[str, str],
+        name: str,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self.text = text
         self.name = name
         self.has_tags = _GENERATION_TAG.search(text) is not None
-        self._special_tokens = dict(special_tokens)
+        self._row_variables = variables or {}
+        # As transformers has it: a variable overrides the special token of its name.
+        self._variables = {**special_tokens, **self._row_variables}
         self.begin_token = special_tokens.get("bos_token", "")
         # How the chat template is asked for the text that invites an answer: as it is, or without thinking.
         self.invitations: list[dict[str, Any]] = [{}]
@@ -98,15 +113,17 @@ class TemplateRenderer:
         """
         variables = {"tools": conversation.tools, "documents": None, "add_generation_prompt": False}
         try:
-            return self._marked.regions(conversation.messages[:stop], text, {**variables, **self._special_tokens})
+            return _marked(self.text).regions(conversation.messages[:stop], text, {**variables, **self._variables})
         except EndlessTemplateError as error:
             raise DataError(f"row {row}: the chat template of {self.name} cannot render this: {error}") from error
         except Exception:  # The marks disturbed it; it rendered without them.
             return {}
 
     @cached_property
-    def _marked(self) -> MarkedTemplate:
-        return MarkedTemplate(self.text)
+    def _ignored(self) -> list[str]:
+        """The variables that say something and that the template never reads."""
+        read = meta.find_undeclared_variables(_compile_jinja_template(self.text).environment.parse(self.text))
+        return [name for name, value in self._row_variables.items() if value and name not in read]
 
     def _render(
         self, conversation: Conversation, row: int, stop: int | None, options: dict[str, Any]
@@ -122,8 +139,15 @@ class TemplateRenderer:
                 f"{where}: the chat template of {self.name} cannot render this conversation: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        if self._row_variables and self._ignored:
+            raise DataError(
+                f"row {row}: chat_template_kwargs has {', '.join(self._ignored)}, which the chat template of "
+                f"{self.name} does not read, so it would be ignored; remove it, or "
+                f"{set_template('one that does')}"
+            )
         if len(text) > _FREE_CHARACTERS:
-            size = len(str(messages)) + len(str(conversation.tools)) + len(self.text)
+            given = (messages, conversation.tools, self._variables, self.text)
+            size = sum(len(str(part)) for part in given)
             if len(text) > _FREE_CHARACTERS + _CHARACTERS_PER_CHARACTER * size:
                 raise DataError(
                     f"row {row}: the chat template of {self.name} makes {len(text):,} characters of a conversation of "
@@ -139,8 +163,7 @@ class TemplateRenderer:
             tools=tools,
             chat_template=self.text,
             return_assistant_tokens_mask=self.has_tags,
-            **options,
-            **self._special_tokens,
+            **{**options, **self._variables},
         )
         return texts[0], [(start, end) for start, end in tags[0] if end > start] if self.has_tags else []
 

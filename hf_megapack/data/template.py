@@ -29,18 +29,16 @@ class ChatTemplate:
     """A chat template that says, for each assistant turn, which characters of the render it contributed.
 
     Args:
-        text: The Jinja template.
-        special_tokens: Variables such as `bos_token` that templates read.
+        renderer: The template.
         end_tokens: Texts of the tokenizer's special tokens; one of them ends a turn.
-        name: Tokenizer name for error messages.
     """
 
-    def __init__(self, text: str, *, special_tokens: Mapping[str, str], end_tokens: Sequence[str], name: str) -> None:
-        self._renderer = TemplateRenderer(text, special_tokens=special_tokens, name=name)
+    def __init__(self, renderer: TemplateRenderer, *, end_tokens: Sequence[str]) -> None:
+        self._renderer = renderer
         self._habits = TemplateHabits(self._renderer)
         self._end_tokens = tuple(sorted(end_tokens))
         self._end_token = re.compile("|".join(map(re.escape, self._end_tokens)) or "(?!)")
-        self.name = name
+        self.name = renderer.name
 
     def conversation_spans(
         self, conversation: Conversation, turns: Sequence[int], row: int
@@ -85,7 +83,7 @@ class ChatTemplate:
         Raises:
             DataError: If the span cannot be proved, or the template leaves out part of the conversation.
         """
-        context = Conversation(messages=conversation.messages[: turn + 1], tools=conversation.tools, trained_turns=())
+        context = replace(conversation, messages=conversation.messages[: turn + 1], trained_turns=())
         text, spans = self._answer(context, row)
         # Only learned turns have had a shorter render of their own.
         first = max((before + 1 for before in conversation.trained_turns if before < turn), default=0)

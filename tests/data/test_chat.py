@@ -175,6 +175,14 @@ def test_last_learns_only_the_last_assistant_turn(template):
         assert row["messages"][-2]["content"] not in learned
 
 
+@pytest.mark.parametrize(("mask", "before"), [("all", "\n"), ("last", "\n"), ("each", "")])
+def test_plain_text_of_the_prompt_inside_the_tags_is_learned_as_the_tags_say_but_not_by_each(mask, before):
+    """The newline behind the header, of which tokens and mask under "all" are those of transformers."""
+    tokenizer = load_tokenizer("qwen2_5_training")
+    example = tokenize([{"messages": PLAIN_SHAPES["two turns"]}], tokenizer, assistant_mask=mask)[-1]
+    assert learned_texts(example, tokenizer)[-1] == before + "Bye.<|im_end|>\n"
+
+
 @pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": 0.0}])
 @pytest.mark.parametrize("mask", ["all", "each"])
 def test_turns_flagged_as_not_trained_are_context_only(flag, mask):
@@ -329,8 +337,8 @@ def test_ready_tokens_lose_padding_and_the_target_at_index_0():
             "row 0: the text holds half of a character",
         ),
         (
-            {"messages": [user("a"), {"role": "Assistant", "content": "b"}]},
-            "no assistant turn .* roles here: Assistant, u",
+            {"messages": [user("a"), {"role": "model", "content": "b"}]},
+            "no assistant turn .* roles here: model, u",
         ),
         ({"input_ids": [2**40, 1], "labels": [2**40, 1]}, "none negative or above 2147483647"),
         ({"conversations": [{"from": ["x"], "value": "a"}]}, r"turn 0: unknown speaker list \['x'\]"),
