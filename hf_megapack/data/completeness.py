@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_megapack.data.beside import MESSAGE_KEYS, REASONING_KEYS, holds_something
 from hf_megapack.data.formats import Conversation
 from hf_megapack.data.refusals import set_template
 from hf_megapack.errors import DataError
@@ -48,7 +49,7 @@ class CompletenessCheck:
     row: int
 
     def run(self, *, first: int) -> None:
-        """Check the tools, each turn's text and tool calls, and the reasoning of learned turns.
+        """Check the tools, each turn's text, tool calls and keys that hold such, and the reasoning of learned turns.
 
         Args:
             first: First message to check; earlier ones were checked in a shorter render.
@@ -65,6 +66,7 @@ class CompletenessCheck:
             if self._is_hidden(message, said):
                 suspects.append(_Suspect(turn=turn, what="the text of this turn", change=_change_content))
             suspects += self._suspect_reasoning(turn, message)
+            suspects += self._suspect_keys(turn, message)
             for position in range(len(message.get("tool_calls", ()))):
                 suspects += self._suspect_call(turn, message, position)
         if suspects:
@@ -89,8 +91,20 @@ class CompletenessCheck:
             return []
         if reasoning.strip() in self._shown(turn):
             return []
-        what = 'the reasoning of this turn (try assistant_mask="each")'
-        return [_Suspect(turn=turn, what=what, change=change)]
+        return [_Suspect(turn=turn, what="the reasoning of this turn", change=change)]
+
+    def _suspect_keys(self, turn: int, message: dict[str, Any]) -> list[_Suspect]:
+        suspects = []
+        for key in MESSAGE_KEYS:
+            value = message.get(key)
+            if not holds_something(value) or (key in REASONING_KEYS and turn not in self.spans):
+                continue
+            # A key that repeats the turn's text is not lost.
+            shown = self._shown(turn) if turn in self.spans else message["content"]
+            if not isinstance(value, str) or value.strip() not in shown:
+                what = f"the key {key!r} of this turn ({MESSAGE_KEYS[key]})"
+                suspects.append(_Suspect(turn=turn, what=what, change=_change_key(key)))
+        return suspects
 
     def _suspect_call(self, turn: int, message: dict[str, Any], position: int) -> list[_Suspect]:
         call = message["tool_calls"][position]
@@ -131,11 +145,25 @@ class CompletenessCheck:
         except DataError:
             return  # The template looked at the part closely enough to refuse the changed one.
         if is_unused:
+            if turn in self.spans and self._is_used_at_the_end(changed, turn):
+                what += ' (try assistant_mask="each", which shows this turn as it is when it comes last)'
             role = "" if turn is None else f", turn {turn} ({self.conversation.messages[turn]['role']})"
             raise DataError(
                 f"row {self.row}{role}: the chat template of {self.name} leaves out {what}, so it would be "
                 f"missing from training; {set_template('a template that renders it')}, or remove it from the data"
             )
+
+    def _is_used_at_the_end(self, changed: Conversation, turn: int) -> bool:
+        """Tell whether two conversations differ once they are cut behind a turn that is not their last."""
+        if turn + 1 == len(changed.messages):
+            return False
+        try:
+            texts = {
+                self.render(replace(each, messages=each.messages[: turn + 1])) for each in (self.conversation, changed)
+            }
+        except DataError:
+            return False
+        return len(texts) > 1
 
 
 def _change_content(message: dict[str, Any], mark: str) -> dict[str, Any]:
@@ -148,6 +176,17 @@ def _change_reasoning(message: dict[str, Any], mark: str) -> dict[str, Any]:
 
 def _change_inline_reasoning(message: dict[str, Any], mark: str) -> dict[str, Any]:
     return {**message, "content": message["content"].replace("</think>", f"{mark}</think>", 1)}
+
+
+def _change_key(key: str) -> Callable[[dict[str, Any], str], dict[str, Any]]:
+    """Return a change of a key's text; anything but text is taken away."""
+
+    def change(message: dict[str, Any], mark: str) -> dict[str, Any]:
+        if isinstance(message[key], str):
+            return {**message, key: message[key] + mark}
+        return {name: value for name, value in message.items() if name != key}
+
+    return change
 
 
 def _change_call(position: int, part: str) -> Callable[[dict[str, Any], str], dict[str, Any]]:

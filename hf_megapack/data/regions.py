@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 Span = tuple[int, int]
 
 _MARK_CALL, _CLOSE_CALL = "hf_megapack_mark", "hf_megapack_close"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _FREE_STEPS, _STEPS_PER_MESSAGE = 200_000, 1_000
 # Characters that nobody assigned a meaning to; one that the text does not hold becomes the sign of a mark.
 _SIGNS = [chr(code) for code in range(0xE000, 0xE100)]
@@ -63,10 +64,11 @@ class MarkedTemplate:
         if sign is None:
             return {}
         # Under the names that transformers, from 5.24 on, gives to a message's reasoning.
-        shown = [
-            {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else dict(message)
-            for message in messages
-        ]
+        shown = []
+        for message in messages:
+            reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+            alias = {} if reasoning is None else {"reasoning_content": reasoning}
+            shown.append({**({"thinking": reasoning} if alias else {}), **message, **alias})
         marks = _Marks(shown, sign)
         calls = {_MARK_CALL: marks.mark, _CLOSE_CALL: marks.close}
         marked = self._template.render(messages=shown, **variables, **calls)

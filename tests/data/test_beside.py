@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
-from hf_megapack.data.beside import COLUMNS
+from hf_megapack.data.beside import COLUMNS, MESSAGE_KEYS
 from hf_megapack.data.chat import ChatTransform
 from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.data.stream import ExampleStream
@@ -143,6 +143,77 @@ def test_template_kwargs_that_say_nothing_pass_and_text_pairs_take_none():
         tokenize([{**pair, "chat_template_kwargs": {"a": 1}}])
 
 
+CALL = {"name": "find", "arguments": '{"n": 2}'}
+VALUES = {
+    "function_call": CALL,
+    "function_calls": "find(n=2)",
+    "tool_call": [{"function": CALL}],
+    "parts": [{"text": "Hello"}],
+    "tools": [{"name": "find"}],
+    "functions": '[{"name": "find"}]',
+    "images": [{"path": "a.png"}],
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("key", MESSAGE_KEYS)
+def test_keys_that_hold_text_are_refused_where_the_template_leaves_them_out(key, mask):
+    value = VALUES.get(key, "Only here.")
+    rows = [{"messages": [user("Hi"), assistant(None, **{key: value})]}]
+    with pytest.raises(DataError, match=rf"row 0, turn 1 .assistant.: .* leaves out the key '{key}' of this turn \("):
+        tokenize(rows, "smollm2", mask)
+    for nothing in (None, "", " ", [], {}, {"name": None}, [None], False, True, 3):
+        assert tokenize([{"messages": [user("Hi"), assistant("Hello.", **{key: nothing})]}], "smollm2", mask)
+    write = ".name" if isinstance(value, dict) else ""
+    text = CHATML.replace("KEY", f"{{% if m.{key} %}}{{{{ m.{key}{write} }}}}{{% endif %}}")
+    [example] = tokenize(rows, mask=mask, text=text)
+    shown = value["name"] if isinstance(value, dict) else str(value)
+    assert learned(example, load_tokenizer()) == [f"{shown}<|im_end|>"]
+
+
+def test_keys_of_user_turns_are_read_too_and_reasoning_matters_in_learned_turns():
+    with pytest.raises(DataError, match=r"row 0, turn 0 .user.: .* leaves out the key 'images' of this turn"):
+        tokenize([{"messages": [user("What is this?", images=["a.png"]), assistant("A cat.")]}])
+    with pytest.raises(DataError, match=r"row 0, turn 0 .user.: .* leaves out the key 'value' of this turn"):
+        tokenize([{"messages": [user("What is this?", value="A cat."), assistant("A cat.")]}])
+    assert tokenize([{"messages": [user("What is this?", value="What is this?"), assistant("A cat.")]}])
+    row = {"messages": [user("Hi"), assistant("Hello.", reasoning="Greet.", train=False), user("x"), assistant("y")]}
+    [example] = tokenize([row])
+    assert "Greet." not in load_tokenizer().decode(example.input_ids)
+    with pytest.raises(DataError, match=r"the key 'reasoning' of this turn \(templates look for reasoning_content\)"):
+        tokenize([{"messages": [user("Hi"), assistant("Hello.", reasoning="Greet.")]}])
+
+
+def test_keys_that_keep_books_and_texts_that_are_there_anyway_pass():
+    books = {
+        "id": "m1",
+        "timestamp": "2024",
+        "metadata": {"model": "x"},
+        "name": "Ann",
+        "tool_call_id": "c",
+        "score": 1,
+    }
+    [plain], [other] = (
+        tokenize([{"messages": [user("Hi"), assistant("Hello.", **keys)]}])
+        for keys in ({}, {**books, "text": "Hello."})
+    )
+    assert plain.input_ids.tolist() == other.input_ids.tolist()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", ["thinking", "reasoning"])
+def test_reasoning_under_another_name_is_learned_where_it_is_rendered(mask, name):
+    """Transformers gives it to templates as reasoning_content."""
+    tokenizer = load_tokenizer("qwen3_hub")
+    messages = [user("Hi"), assistant("Hello.", **{name: "Greet."})]
+    [example] = tokenize([{"messages": messages}], "qwen3_hub", mask)
+    assert learned(example, tokenizer) == ["<think>\nGreet.\n</think>\n\nHello.<|im_end|>"]
+    # Where a turn that opens the conversation begins is told by the marks in the template's loops.
+    text = CHATML.replace("{{ m.content }}KEY", "{{ m.reasoning_content }}|{{ m.content }}")
+    [opening] = tokenize([{"messages": messages[1:]}], mask=mask, text=text)
+    assert learned(opening, tokenizer) == ["Greet.|Hello.<|im_end|>"]
+
+
 @pytest.mark.parametrize("column", COLUMNS)
 def test_columns_that_hold_what_no_message_does_are_refused(column):
     value = ["a.png"] if column in ("images", "videos", "audios", "history") else "Talk like a pirate."
@@ -190,3 +261,23 @@ def test_other_roles_stay_as_the_template_renders_them():
     messages = [{"role": "observation", "content": "Rain."}, {"role": "developer", "content": "Be brief."}, *CHAT]
     [example] = tokenize([{"messages": messages}], text=CHATML.replace("KEY", ""))
     assert "<|im_start|>observation\nRain.<|im_end|>" in load_tokenizer().decode(example.input_ids)
+
+
+def test_the_hint_at_each_stands_where_it_helps():
+    turns = [assistant(f"say {index}", reasoning_content=f"think {index}") for index in (1, 2)]
+    row = {"messages": [user("a"), turns[0], user("b"), turns[1]]}
+    # The reasoning of the last turn alone, as most templates have it, with tags.
+    last = "{% generation %}{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}{% endgeneration %}"
+    text = CHATML.replace(
+        "{{ m.content }}KEY", f"{{% if m.role == 'user' %}}{{{{ m.content }}}}{{% else %}}{last}{{% endif %}}"
+    )
+    with pytest.raises(
+        DataError, match=r'turn 1 .*leaves out the reasoning of this turn \(try assistant_mask="each", wh'
+    ):
+        tokenize([row], text=text)
+    assert len(tokenize([row], text=text, mask="each")) == 2
+    never = text.replace("loop.last", "false")
+    for mask in MASKS:
+        for template in ({"template": "qwen2_5"}, {"text": never}):
+            with pytest.raises(DataError, match=r"leaves out the reasoning of this turn, so"):
+                tokenize([row], mask=mask, **template)
