@@ -115,6 +115,19 @@ TRAINER_ARGUMENTS: dict[str, Verdict] = {
     ),
 }
 
+# Methods of the HF Trainer that packed training never calls, so that a subclass would override them in vain.
+UNCALLED_METHODS: dict[str, str] = {
+    "compute_loss": (
+        "the loss is cross-entropy over the loss-bearing tokens of the whole update, computed by the backend; choose "
+        "tokens with assistant_mask or with labels"
+    ),
+    "prediction_step": "evaluation packs its rows; override evaluation_loop to evaluate in another way",
+    "create_optimizer_and_scheduler": "override create_optimizer or create_scheduler",
+    "get_decay_parameter_names": "all factors are matrices, which decay; override create_optimizer to group them",
+    "_get_train_sampler": "updates are drawn whole; use train_sampling_strategy, shuffle_unit and group_by_prefix",
+    "_get_eval_sampler": "evaluation reads its dataset in order; sort the dataset",
+}
+
 TRL_NAMES: dict[str, str] = {
     "packing": "packing is always on; choose with packing_strategy",
     "eval_packing": "evaluation is packed as training is; its loss does not depend on packing",

@@ -9,14 +9,15 @@ from typing import Any, NoReturn
 
 import torch
 from peft import LoraConfig
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Trainer
 
-from hf_megapack.arguments import TRAINER_ARGUMENTS
+from hf_megapack.arguments import TRAINER_ARGUMENTS, UNCALLED_METHODS
 from hf_megapack.config import MegaPackConfig, refuse_trl_names
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.lengths import ExampleLimit, longest_example
 from hf_megapack.errors import ConfigError
 from hf_megapack.guard import check_optimizer_class
+from hf_megapack.meter import EVALUATED
 from hf_megapack.weights.adapter import check_lora_config, lora_spec
 from hf_megapack.weights.export import read_peft_adapter
 
@@ -40,6 +41,36 @@ def refuse_arguments(**arguments: Any) -> None:
         if value is not None:
             reason = TRAINER_ARGUMENTS[name].reason
             raise ConfigError(f"{name} is not supported: {reason}. Leave {name} out.")
+
+
+def check_subclass(trainer_class: type, args: MegaPackConfig, eval_dataset: Any) -> None:
+    """Check that a trainer overrides nothing that is never called, and reports its metric_for_best_model.
+
+    Args:
+        trainer_class: The class of the trainer that is built; one with its own `evaluate` may report any metric.
+        args: What it was given.
+        eval_dataset: As for MegaPackTrainer.
+
+    Raises:
+        ConfigError: Naming the method and what to do instead, or the metrics that there will be.
+    """
+    for name, instead in UNCALLED_METHODS.items():
+        if getattr(trainer_class, name, None) is not getattr(Trainer, name, None):
+            raise ConfigError(
+                f"{trainer_class.__name__} overrides {name}(), which is never called: {instead}. Take {name} out of "
+                f"{trainer_class.__name__}."
+            )
+    metric = args.metric_for_best_model
+    if metric is None or trainer_class.evaluate is not Trainer.evaluate:
+        return
+    names = EVALUATED
+    if isinstance(eval_dataset, dict):
+        names = tuple(f"{dataset}_{name}" for dataset in eval_dataset for name in EVALUATED)
+    if metric.removeprefix("eval_") not in names:
+        raise ConfigError(
+            f"metric_for_best_model={metric!r} is no metric of this run's evaluation, which reports "
+            f"{', '.join(names)}, each also with eval_ before it. Set one of them, and greater_is_better."
+        )
 
 
 def check_args(args: MegaPackConfig) -> MegaPackConfig:
@@ -91,6 +122,21 @@ def _check_fp8(recipe: str) -> None:
             f"fp8={recipe!r} needs a GPU of compute capability {needed}.0 or later; this one has {major}.{minor}. "
             "Use 'tensorwise', 'delayed' or 'blockwise' on Hopper, or leave fp8 out."
         )
+
+
+def check_is_given(dataset: Any, name: str, user: str) -> None:
+    """Check that a dataset was given.
+
+    Args:
+        dataset: The dataset, None if it was not.
+        name: The argument that gives it.
+        user: The call that needs it.
+
+    Raises:
+        ConfigError: If it was not.
+    """
+    if dataset is None:
+        raise ConfigError(f"{user} needs {name}: this trainer was built without one. Give it one as {name}.")
 
 
 def check_collator_and_optimizer(data_collator: Any, optimizer_cls_and_kwargs: tuple[type, dict] | None) -> None:
@@ -190,18 +236,29 @@ def find_example_limit(model: str | PretrainedConfig, args: MegaPackConfig) -> E
     return longest._replace(vocab_size=config.vocab_size)
 
 
-def check_same_adapter(peft_config: LoraConfig, saved: LoraConfig, keys: Iterable[str], folder: str) -> None:
+def check_same_adapter(
+    peft_config: LoraConfig, base_model: str | None, saved: LoraConfig, keys: Iterable[str], folder: str
+) -> None:
     """Check that a saved adapter means the same under the current configuration.
 
     Args:
         peft_config: The current configuration.
-        saved: The adapter's own.
+        base_model: Name of the current base model, None for one without a checkpoint.
+        saved: The adapter's own configuration.
         keys: PEFT keys of its tensors.
         folder: Where it was read.
 
     Raises:
-        ConfigError: If rank or scaling of any module differ.
+        ConfigError: If it was trained on another base model, or rank or scaling of any module differ.
     """
+    saved_base = saved.base_model_name_or_path
+    if not _is_same_model(saved_base, base_model):
+        here, there = base_model or "a configuration", saved_base or "a configuration"
+        raise ConfigError(
+            f"model is {here!r}, but {folder} was trained on {there!r}. Resume with that model; or, if both are the "
+            f"same under two names, write the new one as base_model_name_or_path into {folder}/adapter_config.json; or "
+            "pass the checkpoint's folder as model, without peft_config, to begin a new run from its adapter."
+        )
     for module in sorted({key.removeprefix("base_model.model.").partition(".lora_")[0] for key in keys}):
         here, there = lora_spec(peft_config, module), lora_spec(saved, module)
         if here != there:
@@ -209,6 +266,13 @@ def check_same_adapter(peft_config: LoraConfig, saved: LoraConfig, keys: Iterabl
                 f"peft_config gives {module} {here}, but {folder} was trained with {there}. Resume with the LoraConfig "
                 "that training began with."
             )
+
+
+def _is_same_model(one: str | None, other: str | None) -> bool:
+    """Whether two names mean one model: a folder has many names."""
+    if not one or not other:
+        return not one and not other
+    return one == other or (os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other))
 
 
 def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:

@@ -160,7 +160,7 @@ class MegaPackConfig(TrainingArguments):
     on_nonfinite: Literal["raise", "skip"] = _option(
         "raise",
         "On a NaN or infinite loss or gradient norm: 'raise', or 'skip' the update, count it and log a warning; the "
-        "logged loss then holds the last finite one in its place.",
+        "logged loss is then the mean of those that are finite, and NaN where none is.",
     )
 
     # saving

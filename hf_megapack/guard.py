@@ -33,6 +33,9 @@ class SkippableOptimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, device_placement=False)
         self.skip_next = False
+        # As most schedules note it; ReduceLROnPlateau does not, and a resumed run compares it.
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
 
     def step(self, closure=None) -> None:
         """Step, unless this step is to be left out."""
@@ -58,16 +61,20 @@ def check_optimizer_class(optimizer_class: type) -> None:
         )
 
 
-def check_optimizer_parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+def check_optimizer_parameters(
+    optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, torch.nn.Parameter]
+) -> None:
     """Check that a user's optimizer updates exactly the adapter.
 
     Args:
-        optimizer: The user's.
+        optimizer: The user's, None if there is none.
         parameters: PEFT key to factor.
 
     Raises:
         ConfigError: If it holds other tensors, or not all factors.
     """
+    if optimizer is None:
+        return
     check_optimizer_class(type(optimizer))
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     factors = {id(parameter) for parameter in parameters.values()}

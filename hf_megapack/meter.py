@@ -13,6 +13,9 @@ from hf_megapack.batch import PackedBatch, StepResult
 from hf_megapack.data.lengths import LengthTally
 from hf_megapack.packing import PackingReport
 
+# What evaluation reports of each dataset: `TokenTally.loss` and `TokenTally.metrics`.
+EVALUATED = ("loss", "mean_token_accuracy", "entropy")
+
 
 class TokenTally:
     """Sums over loss-bearing tokens, of which the means are reported."""
@@ -45,26 +48,48 @@ class TokenTally:
         }
 
 
+class FiniteLosses:
+    """Sums over the losses of updates that are finite."""
+
+    def __init__(self) -> None:
+        self._num_losses = self._num_finite = 0
+        self._sum = 0.0
+
+    def add(self, loss: float) -> None:
+        """Count one update."""
+        self._num_losses += 1
+        if math.isfinite(loss):
+            self._num_finite += 1
+            self._sum += loss
+
+    def mean_in_place_of(self, name: str) -> dict[str, float]:
+        """Return the mean of the finite ones, NaN without any, under a name; empty when all updates are finite."""
+        if self._num_finite == self._num_losses:
+            return {}
+        return {name: self._sum / self._num_finite if self._num_finite else math.nan}
+
+
 class UpdateMeter:
     """Counts updates, for the log line at hand and for all of training.
 
     Attributes:
         total: All updates so far.
         lengths: What the length policy did to the examples of a stream so far.
+        losses: Of all updates so far.
         num_skipped: Updates that were not applied because something was not finite.
-        last_loss: The last finite loss, 0 before there was one.
     """
 
     def __init__(self) -> None:
         self.total = PackingReport()
         self.lengths = LengthTally()
+        self.losses = FiniteLosses()
         self.num_skipped = 0
-        self.last_loss = 0.0
         self._start_window()
 
     def _start_window(self) -> None:
         self._window = PackingReport()
         self._tally = TokenTally()
+        self._losses = FiniteLosses()
         self._waited = 0.0
         self._started = time.perf_counter()
 
@@ -73,9 +98,10 @@ class UpdateMeter:
         report = PackingReport.from_batch(batch)
         self.total += report
         self._window += report
+        self.losses.add(result.loss)
+        self._losses.add(result.loss)
         if math.isfinite(result.loss):
             self._tally.add(result)
-            self.last_loss = result.loss
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -89,11 +115,14 @@ class UpdateMeter:
     def take(self, num_tokens: int) -> dict[str, float]:
         """Return the numbers of the updates since the last call, and begin anew.
 
+        Where a loss was not finite the mean of the others is among them, as "loss".
+
         Args:
             num_tokens: Tokens of all examples since training began, over interruptions too.
         """
         seconds = time.perf_counter() - self._started
         metrics = {
+            **self._losses.mean_in_place_of("loss"),
             **self._tally.metrics(),
             "num_tokens": num_tokens,
             **token_counts(self._window),

@@ -72,6 +72,19 @@ def from_rank_zero(
     return decode(payload) if kind == _VALUE else None
 
 
+def on_rank_zero(work: Callable[[], None], device: torch.device) -> None:
+    """Do something on rank 0 alone, and go on when it is done.
+
+    Args:
+        work: Called on rank 0 only.
+        device: Device that the process group communicates on.
+
+    Raises:
+        MegaPackError: On every rank when `work` raised, as for `from_rank_zero`.
+    """
+    from_rank_zero(work, encode=lambda _: b"", decode=lambda _: None, device=device)
+
+
 def all_agree(is_good: bool, device: torch.device) -> bool:
     """Whether something holds on every rank."""
     if is_alone():

@@ -16,7 +16,15 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.errors import ConfigError, ExportError
-from hf_megapack.weights.checkpoint import publish_directory, read_optimizer_state, save_optimizer_state, sync_file
+from hf_megapack.weights.checkpoint import (
+    make_staging,
+    publish_directory,
+    read_optimizer_state,
+    save_optimizer_state,
+    sweep_staging,
+    sync_file,
+    sync_tree,
+)
 from hf_megapack.weights.export import check_per_expert, export_peft_adapter
 
 _SCHEDULER_FILE, _OPTIMIZER_FILE = "scheduler.pt", "optimizer.safetensors"
@@ -38,6 +46,76 @@ def check_export(args: MegaPackConfig, peft_config: LoraConfig, backend: Any) ->
             check_per_expert(peft_config, backend.linear_names, _model_type(backend))
         except ExportError as error:
             raise ConfigError(str(error)) from error
+
+
+def make_output_folder(folder: Path) -> None:
+    """Create the folder of a run, as the HF Trainer does, but before anything is loaded.
+
+    Args:
+        folder: The run's output_dir.
+
+    Raises:
+        ExportError: If it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(
+            f"output_dir={str(folder)!r} cannot be created: {error}. Choose another output_dir."
+        ) from error
+
+
+def prepare_output_folder(folder: Path) -> None:
+    """Remove what interrupted writers left in the folder of a run, and check that it can be written.
+
+    Args:
+        folder: The run's output_dir. What is written to try it is removed.
+
+    Raises:
+        ExportError: If nothing can be written there.
+    """
+    make_output_folder(folder)
+    try:
+        sweep_staging(folder)
+        probe = make_staging(folder, "probe")
+        try:
+            (probe / "file").write_bytes(b"written")
+            sync_tree(probe)
+        finally:
+            shutil.rmtree(probe)
+    except OSError as error:
+        raise ExportError(
+            f"output_dir={str(folder)!r} cannot be written: {error}. Nothing was trained. Choose another output_dir, "
+            "or make room or permissions there."
+        ) from error
+
+
+def write_tokenizer(folder: Path, processing_class: Any) -> None:
+    """Write a tokenizer's files, or leave those that were there.
+
+    Args:
+        folder: Where to, beside an adapter.
+        processing_class: The tokenizer; nothing is written for None.
+
+    Raises:
+        ExportError: If they cannot be written.
+    """
+    if processing_class is None:
+        return
+    try:
+        staging = make_staging(folder, "tokenizer")
+        try:
+            processing_class.save_pretrained(staging)
+            sync_tree(staging)
+            for file in sorted(path for path in staging.rglob("*") if path.is_file()):
+                target = folder / file.relative_to(staging)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
+            sync_file(folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except Exception as error:  # tokenizers raises it bare when the disk is full
+        raise ExportError(f"Cannot write the tokenizer to {folder}: {error}.") from error
 
 
 def write_adapter(
@@ -122,7 +200,7 @@ def write_training_state(folder: Path, moments: dict[str, torch.Tensor], schedul
 
 
 def read_training_state(folder: Path, scheduler: LRScheduler) -> dict[str, torch.Tensor]:
-    """Restore the schedule and return the optimizer's state.
+    """Restore the schedule, with the learning rate that it had reached, and return the optimizer's state.
 
     Args:
         folder: A checkpoint.
@@ -132,16 +210,15 @@ def read_training_state(folder: Path, scheduler: LRScheduler) -> dict[str, torch
         Optimizer state as full tensors under PEFT keys.
 
     Raises:
-        ExportError: If the checkpoint holds an adapter only, or another optimizer's state.
+        ExportError: If a file is missing or damaged, or holds another optimizer's state.
     """
-    file = folder / _SCHEDULER_FILE
-    if not file.exists():
-        raise ExportError(
-            f"{folder} has no {_SCHEDULER_FILE}: it was saved with save_only_model=True and cannot be resumed. "
-            "To begin a new run from its adapter, pass that folder as model."
-        )
     moments = read_optimizer_state(folder / _OPTIMIZER_FILE, optimizer_name=_optimizer_name(scheduler))
-    scheduler.load_state_dict(torch.load(file, weights_only=True))
+    try:
+        scheduler.load_state_dict(torch.load(folder / _SCHEDULER_FILE, weights_only=True))
+    except Exception as error:  # a damaged pickle raises anything
+        raise ExportError(f"Cannot read the schedule {folder / _SCHEDULER_FILE}: {error!r}.") from error
+    for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
     return moments
 
 

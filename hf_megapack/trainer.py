@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, rotate_checkpoints
 from transformers.utils import logging
 
-from hf_megapack import checks, saving
+from hf_megapack import checks, resuming, saving
 from hf_megapack.batch import PackedBatch
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.container import ModelContainer
@@ -32,9 +32,8 @@ from hf_megapack.errors import ConfigError, NonFiniteResultError
 from hf_megapack.guard import SkippableOptimizer, check_adapters_learn, check_finite, check_optimizer_parameters
 from hf_megapack.loading import build_collator, build_loader, describe_sharing, next_batch, prepare_on_rank_zero
 from hf_megapack.meter import TokenTally, UpdateMeter, count_slots, token_counts
-from hf_megapack.ranks import from_rank_zero
+from hf_megapack.ranks import on_rank_zero
 from hf_megapack.streaming import place_in_stream
-from hf_megapack.weights.checkpoint import sweep_staging
 from hf_megapack.weights.export import read_peft_adapter
 
 logger = logging.get_logger(__name__)
@@ -66,6 +65,7 @@ class MegaPackTrainer(Trainer):
 
     Attributes:
         backend: The door to the model: `backend.parameters` are the adapter's factors.
+        example_limit: What an example may be, by the arguments and by the model.
 
     Raises:
         ConfigError: If an argument is refused, missing or does not fit the others.
@@ -102,24 +102,24 @@ class MegaPackTrainer(Trainer):
             **other,
         )
         args = checks.check_args(MegaPackConfig() if args is None else args)
+        checks.check_subclass(type(self), args, eval_dataset)
         checks.check_collator_and_optimizer(data_collator, optimizer_cls_and_kwargs)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
         self._attention = resolve_attention(base_model, args, (data_collator or args).packing_strategy)
-        self._limit, self._lengths = checks.find_example_limit(base_model, args), LengthTally()
-        known = {"attention": self._attention, "vocab_size": self._limit.vocab_size}
+        self.example_limit, self._lengths = checks.find_example_limit(base_model, args), LengthTally()
+        known = {"attention": self._attention, "vocab_size": self.example_limit.vocab_size}
         collator = partial(build_collator, processing_class, args, **known)
         collator(data_parallel_size=1)  # options that do not fit raise before any work
-        prepare = partial(prepare_on_rank_zero, processing_class=processing_class, args=args, limit=self._limit)
-        train_dataset = prepare(train_dataset, is_training=True, tally=self._lengths)
-        eval_dataset = prepare(eval_dataset)
+        on_rank_zero(lambda: saving.make_output_folder(Path(args.output_dir)), args.device)
+        read = partial(prepare_on_rank_zero, processing_class=processing_class, args=args, limit=self.example_limit)
+        train_dataset, eval_dataset = read(train_dataset, is_training=True, tally=self._lengths), read(eval_dataset)
         set_seed(args.seed)
         self.backend = self._build_backend(base_model, args)
         saving.check_export(args, self.peft_config, self.backend)
         if adapter is not None:
             self.backend.load_adapter(adapter)
-        if optimizers[0] is not None:
-            check_optimizer_parameters(optimizers[0], self.backend.parameters)
+        check_optimizer_parameters(optimizers[0], self.backend.parameters)
         self._accumulation, self._meter, self._sharing_told, self._adapters_checked = None, UpdateMeter(), False, False
         super().__init__(
             ModelContainer(self.backend.model, self.backend.parameters),
@@ -152,13 +152,13 @@ class MegaPackTrainer(Trainer):
         """Train, from the start or from a checkpoint; after an error it can be called again."""
         if trial is not None:
             raise ConfigError("Hyperparameter search is not supported; build one trainer per trial.")
-        if self.args.should_save:
-            sweep_staging(Path(self.args.output_dir))
+        on_rank_zero(lambda: saving.prepare_output_folder(Path(self.args.output_dir)), self.args.device)
         self._meter, self._sharing_told, self._adapters_checked = UpdateMeter(), False, False
         try:
-            return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+            output = super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
         finally:
             self.is_in_train = False
+        return output._replace(training_loss=output.metrics["train_loss"])
 
     @contextmanager
     def _one_batch_per_update(self) -> Iterator[None]:
@@ -194,8 +194,7 @@ class MegaPackTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader that yields one PackedBatch per update."""
-        if self.train_dataset is None:
-            raise ConfigError("train() needs a train_dataset; this trainer was built without one.")
+        checks.check_is_given(self.train_dataset, "train_dataset", "train()")
         size = self.get_total_train_batch_size(self.args)
         loader = build_loader(self.train_dataset, self.data_collator, self.args, update_size=size, is_training=True)
         self._train_order = loader.batch_sampler or loader.dataset
@@ -207,9 +206,8 @@ class MegaPackTrainer(Trainer):
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         elif dataset is not self.eval_dataset:
-            dataset = prepare_on_rank_zero(dataset, self.processing_class, self.args, limit=self._limit)
-        if dataset is None:
-            raise ConfigError("evaluate() needs an eval_dataset.")
+            dataset = prepare_on_rank_zero(dataset, self.processing_class, self.args, limit=self.example_limit)
+        checks.check_is_given(dataset, "eval_dataset", "evaluate()")
         size = self.args.per_device_eval_batch_size * self.backend.data_parallel_size
         return build_loader(dataset, self.data_collator, self.args, update_size=size, is_training=False)
 
@@ -235,10 +233,7 @@ class MegaPackTrainer(Trainer):
     def training_step(
         self, model: torch.nn.Module, inputs: PackedBatch, num_items_in_batch: int | None = None
     ) -> torch.Tensor:
-        """Compute the gradients of one update and return its loss, the same on every rank.
-
-        A loss that is not finite stands in the logged mean as the last finite one when such updates are skipped.
-        """
+        """Compute the gradients of one update and return its loss, the same on every rank; 0 if it will be skipped."""
         result = self.backend.run_step(inputs)
         if not self._adapters_checked:
             check_adapters_learn(self.backend.parameters, self.args.device)
@@ -247,9 +242,9 @@ class MegaPackTrainer(Trainer):
         self._meter.add(inputs, result)
         if not self._sharing_told and self._meter.total.num_updates >= _UPDATES_BEFORE_SHARING_IS_TOLD:
             self._tell_sharing()
-        if not math.isfinite(result.loss) and self.args.on_nonfinite == "skip":
-            return torch.tensor(self._meter.last_loss, device=self.args.device)
-        return torch.tensor(result.loss, device=self.args.device)
+        # The HF Trainer's sum would stay NaN; `log` makes the mean good again.
+        is_left_out = self.args.on_nonfinite == "skip" and not math.isfinite(result.loss)
+        return torch.tensor(0.0 if is_left_out else result.loss, device=self.args.device)
 
     def _tell_sharing(self) -> None:
         self._sharing_told = True
@@ -314,7 +309,7 @@ class MegaPackTrainer(Trainer):
             logs.update(self._meter.take(self.state.num_input_tokens_seen))
         elif "train_runtime" in logs:
             lengths = self._lengths.metrics() or self._meter.lengths.metrics()
-            logs.update({**token_counts(self._meter.total), **lengths})
+            logs.update(token_counts(self._meter.total) | lengths | self._meter.losses.mean_in_place_of("train_loss"))
             if not self._sharing_told:
                 self._tell_sharing()
         super().log(logs, start_time)
@@ -343,15 +338,11 @@ class MegaPackTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter as a PEFT folder, and the tokenizer beside it. Every rank calls it."""
         state = self.backend.adapter_state()
-        self._on_rank_zero(lambda: self._write_adapter(Path(output_dir or self.args.output_dir), state))
-
-    def _on_rank_zero(self, work: Any) -> None:
-        from_rank_zero(work, encode=lambda _: b"", decode=lambda _: None, device=self.args.device)
+        on_rank_zero(lambda: self._write_adapter(Path(output_dir or self.args.output_dir), state), self.args.device)
 
     def _write_adapter(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         saving.write_adapter(folder, state, self.args, self.peft_config, self.backend)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        saving.write_tokenizer(folder, self.processing_class)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:
         """Stage a whole checkpoint, publish it with one rename, then drop the oldest."""
@@ -363,35 +354,42 @@ class MegaPackTrainer(Trainer):
             self.state.best_model_checkpoint = str(best)
         adapter = self.backend.adapter_state()
         moments = None if self.args.save_only_model else self.backend.optimizer_state(self.optimizer.optimizer)
-        self._on_rank_zero(lambda: self._write_checkpoint(folder, adapter, moments))
+        on_rank_zero(lambda: self._write_checkpoint(folder, adapter, moments), self.args.device)
 
     def _write_checkpoint(self, folder: Path, adapter: dict[str, torch.Tensor], moments: dict | None) -> None:
         with saving.replace_directory(folder) as staging:
             self._write_adapter(staging, adapter)
             if moments is not None:
                 saving.write_training_state(staging, moments, self.lr_scheduler)
+                resuming.write_run(staging, resuming.describe_run(self))
                 self._save_rng_state(str(staging))
             saving.write_trainer_state(staging, self.state, [*self.callback_handler.callbacks, self.control])
         best = self.state.best_model_checkpoint
         rotate_checkpoints(str(folder.parent), self.args.save_total_limit, best, use_mtime=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        saved, state = read_peft_adapter(Path(resume_from_checkpoint))
-        checks.check_same_adapter(self.peft_config, saved, list(state), resume_from_checkpoint)
+        checks.check_is_given(self.train_dataset, "train_dataset", "train()")
+        state = self._read_adapter(resume_from_checkpoint)
+        self.create_optimizer()
+        run, skips = resuming.describe_run(self), not self.args.ignore_data_skip
+        on_rank_zero(lambda: resuming.check_run(Path(resume_from_checkpoint), run, skips=skips), self.args.device)
         self.backend.load_adapter(state)
+
+    def _read_adapter(self, folder: str) -> dict[str, torch.Tensor]:
+        saved, state = read_peft_adapter(Path(folder))
+        checks.check_same_adapter(self.peft_config, self.backend.base_model_name, saved, list(state), folder)
+        return state
 
     def _load_best_model(self) -> None:
         logger.info(f"Loading the best adapter, {self.state.best_model_checkpoint} ({self.state.best_metric}).")
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self.backend.load_adapter(self._read_adapter(self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore moments, schedule and the learning rate that it had reached."""
+        """Restore moments, schedule and learning rate."""
         if checkpoint is None:
             return
         moments = saving.read_training_state(Path(checkpoint), self.lr_scheduler)
         self.backend.load_optimizer_state(self.optimizer.optimizer, moments)
-        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
 
     predict = checks.refused_method("predict", "save the adapter and load it with peft to generate or score")
     hyperparameter_search = checks.refused_method("hyperparameter_search", "build one trainer per trial")

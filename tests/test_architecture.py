@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "loading": {"config", "data", "packing", "ranks", "streaming"},
     "inspect": {"config", "data", "loading", "packing", "picture"},
     "saving": {"config", "weights"},
-    "checks": {"arguments", "config", "data", "guard", "weights"},
+    "resuming": {"data"},
+    "checks": {"arguments", "config", "data", "guard", "meter", "weights"},
     "trainer": {
         "batch",
         "checks",
@@ -42,6 +43,7 @@ MAY_IMPORT = {
         "megatron",
         "meter",
         "ranks",
+        "resuming",
         "saving",
         "streaming",
         "weights",

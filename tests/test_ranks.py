@@ -14,7 +14,7 @@ import torch.multiprocessing
 from peft import LoraConfig
 
 from hf_megapack.config import MegaPackConfig
-from hf_megapack.errors import BackendError, DataError, NonFiniteResultError
+from hf_megapack.errors import BackendError, DataError, ExportError, NonFiniteResultError
 from hf_megapack.ranks import all_agree, from_rank_zero, is_alone
 from hf_megapack.trainer import MegaPackTrainer
 from tests.helpers.assets import MODEL, load_tokenizer
@@ -104,6 +104,12 @@ def check_failures(rank: int, folder: str) -> None:
     if rank == 1:
         trainer.backend.poison = {2: "grad"}
     with pytest.raises(NonFiniteResultError, match="Update 2: " + ("another rank" if rank == 0 else "gradient norm")):
+        trainer.train()
+    trainer = build(f"{folder}-gone", max_steps=3)
+    if rank == 0:
+        Path(f"{folder}-gone").rmdir()
+        Path(f"{folder}-gone").touch()
+    with pytest.raises(ExportError, match="-gone' cannot be"):
         trainer.train()
     trainer = build(folder, max_steps=3)
     trainer.data_collator = lambda examples: fail(DataError("this update cannot be packed"))

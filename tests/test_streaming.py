@@ -15,8 +15,7 @@ from hf_megapack.config import MegaPackConfig
 from hf_megapack.errors import ConfigError, DataError
 from hf_megapack.streaming import place_in_stream
 from tests.helpers.assets import MODEL, load_conversations, load_tokenizer
-from tests.helpers.spawn import run_ranks
-from tests.test_trainer import (
+from tests.helpers.fake_trainer import (
     LORA,
     FakeTrainer,
     adapter,
@@ -25,6 +24,7 @@ from tests.test_trainer import (
     oracle_loss,
     token_rows,
 )
+from tests.helpers.spawn import run_ranks
 
 CHATS = [{"messages": row["messages"]} for row in load_conversations("mtbench")]
 
@@ -204,8 +204,13 @@ def test_a_checkpoint_of_a_dataset_has_no_place_in_a_stream(make, tmp_path):
     checkpoint = tmp_path / "run" / "checkpoint-2"
     # 2 of the 3 updates of epoch 0: what a stream would call 2.67 of 4.
     with pytest.raises(ConfigError, match=r"epoch 0.666667, after 2 of 4 updates.*ignore_data_skip=True"):
-        make(stream_of(token_rows(12))).train(resume_from_checkpoint=str(checkpoint))
+        place_in_stream(checkpoint, skips=True)
     assert place_in_stream(checkpoint, skips=False) == (0, 0)
+    with pytest.raises(ConfigError, match=r"train_dataset: saved 'a dataset with a length', now 'a stream'"):
+        make(stream_of(token_rows(12))).train(resume_from_checkpoint=str(checkpoint))
+    anew = make(stream_of(token_rows(12)), ignore_data_skip=True)
+    anew.train(resume_from_checkpoint=str(checkpoint))
+    assert anew.state.global_step == 4
 
 
 @pytest.mark.parametrize(

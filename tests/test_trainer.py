@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,120 +13,36 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import EarlyStoppingCallback, LlamaConfig, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, LlamaConfig, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from hf_megapack import saving
+from hf_megapack.arguments import UNCALLED_METHODS
 from hf_megapack.checks import find_example_limit
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import BackendError, ConfigError, DataError, ExportError, NonFiniteResultError
 from hf_megapack.loading import build_collator, describe_sharing
-from hf_megapack.trainer import MegaPackTrainer
 from tests.helpers.assets import MODEL
 from tests.helpers.fake_backend import PREFIX, FakeBackend
-
-PROMPT = list(range(100, 170))
-LORA = {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
-
-
-def token_rows(count: int) -> list[dict]:
-    """Return ready examples: one prompt of 70 tokens for all, then 3 to 6 learned tokens of their own."""
-    rows = []
-    for index in range(count):
-        answer = [1000 + 7 * index + k for k in range(3 + index % 4)]
-        rows.append({"input_ids": PROMPT + answer, "labels": [-100] * len(PROMPT) + answer})
-    return rows
-
-
-def rows_of_four_prompts(count: int) -> list[dict]:
-    """Return ready examples whose prompts, 70 tokens each, take turns."""
-    return [
-        {**row, "input_ids": [200 + index % 4] * 70 + row["input_ids"][70:]}
-        for index, row in enumerate(token_rows(count))
-    ]
-
-
-class FakeTrainer(MegaPackTrainer):
-    """The real trainer with the fake backend."""
-
-    given_backend = None
-
-    def _build_backend(self, model, args):
-        return self.given_backend or FakeBackend(model, args, self.peft_config)
-
-
-class Recorder(TrainerCallback):
-    """Keeps what callbacks see."""
-
-    def __init__(self):
-        self.accumulation, self.rates, self.adapters = [], [], []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        """Keep accumulation and rate."""
-        self.accumulation.append(args.gradient_accumulation_steps)
-        self.rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        """Keep the adapter."""
-        self.adapters.append({name: p.detach().clone() for name, p in model[0].factors.items()})
+from tests.helpers.fake_trainer import (
+    LORA,
+    FakeTrainer,
+    Recorder,
+    adapter,
+    assert_equal_adapters,
+    build_trainer,
+    examples_of,
+    oracle_loss,
+    rows_of_four_prompts,
+    token_rows,
+)
 
 
 @pytest.fixture
 def make(tmp_path, tiny_tokenizer):
     """Return a function that builds a trainer over ready examples."""
-
-    def build(
-        *, rows=10, trainer=FakeTrainer, eval_dataset=None, callbacks=None, backend=None, is_stream=False, **options
-    ):
-        defaults = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-            "per_device_train_batch_size": 2,
-            "max_steps": 4,
-            "learning_rate": 0.01,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "dataloader_num_workers": 0,
-            "disable_tqdm": True,
-        }
-        dataset = Dataset.from_list(token_rows(rows) if isinstance(rows, int) else rows)
-        class_ = type("WithBackend", (trainer,), {"given_backend": backend}) if backend else trainer
-        return class_(
-            MODEL,
-            MegaPackConfig(**(defaults | options)),
-            train_dataset=dataset.to_iterable_dataset() if is_stream else dataset,
-            eval_dataset=eval_dataset,
-            processing_class=tiny_tokenizer,
-            callbacks=callbacks,
-            peft_config=LoraConfig(**LORA),
-        )
-
-    return build
-
-
-def examples_of(batch) -> list[tuple]:
-    """Return the token tuple of each example of a batch, rebuilt from the segments of its rows."""
-    found: dict[int, dict[int, tuple]] = {}
-    for row in batch.rows:
-        table = row.segments
-        for segment in range(len(table.start)):
-            owners = table.examples[table.example_offsets[segment] : table.example_offsets[segment + 1]]
-            for owner in owners:
-                tokens = row.input_ids[table.start[segment] : table.end[segment]]
-                found.setdefault(int(owner), {})[int(table.start[segment])] = tuple(int(t) for t in tokens)
-    return [sum((runs[start] for start in sorted(runs)), ()) for _, runs in sorted(found.items())]
-
-
-def adapter(trainer) -> dict[str, torch.Tensor]:
-    return trainer.backend.adapter_state()
-
-
-def assert_equal_adapters(one: dict, other: dict) -> None:
-    assert one.keys() == other.keys()
-    assert len(one) == 4
-    for key in one:
-        assert torch.equal(one[key], other[key]), key
+    return partial(build_trainer, tmp_path / "run", tiny_tokenizer)
 
 
 # the loop
@@ -386,10 +303,31 @@ def test_skip_leaves_the_update_out_and_says_so(make, kind, caplog):
     assert recorder.rates[2] == recorder.rates[1], "a skipped update consumes no learning rate"
     lines = [line for line in trainer.state.log_history if "loss" in line]
     assert [line.get("skipped_updates") for line in lines] == [None, 1, 1, 1]
-    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert [math.isfinite(line["loss"]) for line in lines] == [True, kind == "grad", True, True]
     assert all(torch.isfinite(value).all() for value in adapter(trainer).values())
     (warning,) = [record.message for record in caplog.records if "Update 2" in record.message]
     assert warning.endswith(". The update is left out.")
+
+
+@pytest.mark.parametrize(
+    ("poisoned", "windows"),
+    [([1, 2, 3], [[], [4]]), ([4], [[1, 2], [3]]), ([1, 2, 3, 4], [[], []]), ([2, 3], [[1], [4]])],
+)
+def test_the_logged_loss_is_the_mean_of_the_finite_ones_and_nan_without_any(make, poisoned, windows):
+    trainer = make(on_nonfinite="skip", logging_steps=2, max_steps=4)
+    trainer.backend.poison = dict.fromkeys(poisoned, "loss")
+    losses, run_step = [], trainer.backend.run_step
+    trainer.backend.run_step = lambda batch: losses.append(run_step(batch)) or losses[-1]
+    output = trainer.train()
+
+    def mean(updates: list[int]) -> float:
+        return sum(losses[update - 1].loss for update in updates) / len(updates) if updates else math.nan
+
+    logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert logged == pytest.approx([mean(window) for window in windows], rel=1e-6, nan_ok=True)
+    whole = mean([update for window in windows for update in window])
+    assert output.training_loss == pytest.approx(whole, rel=1e-6, nan_ok=True)
+    assert output.metrics["train_loss"] == pytest.approx(whole, rel=1e-6, nan_ok=True)
 
 
 def test_adapters_without_a_gradient_are_listed(make):
@@ -414,17 +352,6 @@ def test_adapters_without_a_gradient_are_listed(make):
 
 
 # evaluation
-
-
-def oracle_loss(backend, rows) -> float:
-    """Return the mean loss over all learned tokens, one example at a time."""
-    total, count = 0.0, 0
-    for row in rows:
-        logits = backend.model(torch.tensor(row["input_ids"][:-1])).double()
-        labels = torch.tensor(row["labels"][1:])
-        total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100).detach())
-        count += int((labels != -100).sum())
-    return total / count
 
 
 @pytest.mark.parametrize("options", [{}, {"packing_strategy": "ffd"}, {"packed_sequence_length": 100}])
@@ -455,6 +382,57 @@ def test_a_nan_in_evaluation_is_reported_not_hidden(make):
         or (eval_step(batch) if len(calls) > 1 else dataclasses.replace(eval_step(batch), loss=math.nan))
     )
     assert math.isnan(trainer.evaluate()["eval_loss"])
+
+
+METRICS = "loss, mean_token_accuracy, entropy"
+
+
+@pytest.mark.parametrize("use", [{}, {"load_best_model_at_end": True}, {"save_strategy": "best"}])
+@pytest.mark.parametrize(
+    ("metric", "names"),
+    [
+        ("accuracy", None),
+        ("eval_accuracy", None),
+        ("one_loss", None),
+        ("loss", ["one", "two"]),
+        ("eval_three_loss", ["one", "two"]),
+    ],
+)
+def test_a_metric_that_evaluation_does_not_give_is_refused_at_once(make, metric, names, use):
+    sets = {name: token_rows(2) for name in names} if names else token_rows(2)
+    known = "one_loss, one_mean_token_accuracy, one_entropy, two_loss" if names else METRICS
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2} | use
+    with pytest.raises(ConfigError, match=f"metric_for_best_model='{metric}' is no metric .*reports {known}"):
+        make(eval_dataset=sets, metric_for_best_model=metric, **options)
+
+
+@pytest.mark.parametrize("prefix", ["", "eval_"])
+@pytest.mark.parametrize("names", [None, ["one", "two"]])
+def test_every_metric_of_evaluation_can_be_the_one_of_the_best_model(make, prefix, names):
+    sets = {name: token_rows(2) for name in names} if names else token_rows(2)
+    for metric in METRICS.split(", "):
+        metric = f"{prefix}{'two_' if names else ''}{metric}"
+        options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "max_steps": 1}
+        trainer = make(eval_dataset=sets, metric_for_best_model=metric, greater_is_better=True, **options)
+        trainer.train()
+        assert trainer.state.best_metric is not None
+
+
+class OwnMetric(FakeTrainer):
+    """A trainer that evaluates in its own way."""
+
+    def evaluate(self, *args, **kwargs):
+        """Add a metric."""
+        return {**super().evaluate(*args, **kwargs), "eval_reward": 1.0}
+
+
+def test_a_trainer_with_its_own_evaluation_may_have_other_metrics(make):
+    trainer = make(
+        trainer=OwnMetric, eval_dataset=token_rows(2), metric_for_best_model="reward", eval_strategy="steps",
+        eval_steps=1, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_metric == 1.0
 
 
 # saving and resuming
@@ -503,7 +481,13 @@ def test_a_checkpoint_holds_everything_under_peft_names(make, tmp_path):
     run = tmp_path / "run"
     assert sorted(p.name for p in run.iterdir()) == ["checkpoint-3", "checkpoint-4"]
     files = {p.name for p in (run / "checkpoint-4").iterdir()}
-    expected = {"adapter_model.safetensors", "adapter_config.json", "scheduler.pt", "rng_state.pth"}
+    expected = {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "scheduler.pt",
+        "rng_state.pth",
+        "megapack_run.json",
+    }
     assert expected | {"trainer_state.json", "tokenizer.json"} <= files
     assert "model.safetensors" not in files
 
@@ -525,7 +509,7 @@ def test_training_again_into_the_same_folder_replaces_its_checkpoints(make, tmp_
     make(save_strategy="steps", save_steps=2, max_steps=2).train()
     second = make(save_strategy="steps", save_steps=2, max_steps=2, learning_rate=0.1)
     second.train()
-    continued = make(max_steps=3)
+    continued = make(max_steps=3, learning_rate=0.1)
     continued.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert continued.state.global_step == 3
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-2"]
@@ -568,7 +552,7 @@ def test_resuming_with_another_scaling_is_refused(make, tmp_path, tiny_tokenizer
     other = FakeTrainer(
         MODEL,
         first.args,
-        train_dataset=token_rows(4),
+        train_dataset=token_rows(10),
         processing_class=tiny_tokenizer,
         peft_config=LoraConfig(**(LORA | {"lora_alpha": 8})),
     )
@@ -694,6 +678,33 @@ def test_a_padding_token_that_the_model_does_not_know_is_not_used(make, tiny_tok
 def test_methods_that_cannot_be_honoured_are_refused(make, name):
     with pytest.raises(ConfigError, match=rf"{name}\(\) is not supported"):
         getattr(make(), name)()
+
+
+@pytest.mark.parametrize("name", UNCALLED_METHODS)
+def test_a_subclass_that_overrides_what_is_never_called_is_refused(make, name):
+    class Mine(FakeTrainer):
+        pass
+
+    setattr(Mine, name, lambda self, *args, **kwargs: None)
+    with pytest.raises(ConfigError, match=rf"Mine overrides {name}\(\), which is never called: .*Take {name} out"):
+        make(trainer=Mine)
+
+
+def test_a_subclass_may_build_its_own_optimizer_and_schedule(make):
+    class Mine(FakeTrainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = self.optimizer or torch.optim.SGD(self.backend.parameters.values(), lr=0.5)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer.optimizer, factor=0.5)
+            return self.lr_scheduler
+
+    trainer, recorder = make(trainer=Mine, max_steps=1), Recorder()
+    trainer.add_callback(recorder)
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+    assert recorder.rates == [0.25]
 
 
 def test_a_world_that_differs_from_the_environment_is_refused(make, monkeypatch):

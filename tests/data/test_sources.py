@@ -17,7 +17,7 @@ from hf_megapack.data.sources import read_dataset
 from hf_megapack.data.stream import ExampleStream
 from hf_megapack.errors import DataError
 from tests.helpers.assets import MODEL, load_conversations, load_template, load_tokenizer
-from tests.test_trainer import LORA, FakeTrainer
+from tests.helpers.fake_trainer import LORA, FakeTrainer
 
 CARD = """---
 configs:

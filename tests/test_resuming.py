@@ -1,0 +1,324 @@
+"""A resumed run goes on where the saved one stopped, or says which argument keeps it from that; and saving is safe."""
+
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_megapack.errors import ConfigError, ExportError
+from hf_megapack.resuming import RUN_FILE
+from tests.helpers.assets import MODEL
+from tests.helpers.fake_backend import FakeBackend
+from tests.helpers.fake_trainer import (
+    adapter,
+    assert_equal_adapters,
+    build_trainer,
+    examples_of,
+    rows_of_four_prompts,
+    token_rows,
+)
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+
+
+@pytest.fixture
+def make(tmp_path, tiny_tokenizer):
+    """Return a function that builds a trainer over ready examples."""
+    return partial(build_trainer, tmp_path / "run", tiny_tokenizer)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """Where a run with SAVING leaves its checkpoint."""
+    return tmp_path / "run" / "checkpoint-2"
+
+
+PLACE = [
+    ({"per_device_train_batch_size": 1}, "examples per update (per_device_train_batch_size x", "2, now 1"),
+    ({"gradient_accumulation_steps": 3}, "examples per update (per_device_train_batch_size x", "2, now 6"),
+    ({"seed": 7}, "data_seed (seed, where that is None)", "42, now 7"),
+    ({"data_seed": 7}, "data_seed (seed, where that is None)", "42, now 7"),
+    ({"shuffle_unit": "example"}, "shuffle_unit", "'conversation', now 'example'"),
+    ({"group_by_prefix": True}, "group_by_prefix", "False, now True"),
+    ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy", "'random', now 'sequential'"),
+    ({"dataloader_drop_last": True}, "dataloader_drop_last", "False, now True"),
+    ({"rows": 11}, "number of examples in train_dataset", "10, now 11"),
+]
+
+
+@pytest.mark.parametrize(("changed", "name", "values"), PLACE, ids=lambda value: str(value))
+def test_what_moves_the_place_in_the_data_is_refused_unless_the_place_does_not_matter(
+    make, checkpoint, changed, name, values
+):
+    make(**SAVING).train()
+    other = make(**({"max_steps": 4} | changed))
+    before = adapter(other)
+    with pytest.raises(ConfigError) as error:
+        other.train(resume_from_checkpoint=str(checkpoint))
+    assert re.search(re.escape(name) + ".*: saved " + re.escape(values), str(error.value))
+    for advice in ("Take the saved values", "ignore_data_skip=True", "folder as model"):
+        assert advice in str(error.value)
+    assert other.backend.calls == []
+    assert_equal_adapters(before, adapter(other))
+    anew = make(ignore_data_skip=True, **({"max_steps": 4} | changed))
+    anew.train(resume_from_checkpoint=str(checkpoint))
+    assert len(anew.backend.calls) == 2
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("options", [{}, {"lr_scheduler_type": "reduce_lr_on_plateau"}])
+def test_another_learning_rate_is_refused_even_if_the_place_does_not_matter(make, checkpoint, options, skips):
+    if options:
+        options |= {"eval_dataset": token_rows(2), "eval_strategy": "steps", "eval_steps": 1}
+    make(**SAVING, **options).train()
+    other = make(max_steps=4, learning_rate=0.5, ignore_data_skip=not skips, **options)
+    with pytest.raises(ConfigError, match=r"learning_rate: saved 0\.01, now 0\.5") as error:
+        other.train(resume_from_checkpoint=str(checkpoint))
+    assert "ignore_data_skip" not in str(error.value)
+    assert other.backend.calls == []
+
+
+def test_every_change_is_named_at_once(make, checkpoint):
+    make(**SAVING).train()
+    other = make(max_steps=4, learning_rate=0.5, seed=7, rows=12)
+    with pytest.raises(ConfigError) as error:
+        other.train(resume_from_checkpoint=str(checkpoint))
+    changes = [line for line in str(error.value).splitlines() if ": saved " in line]
+    assert [line.split()[0] for line in changes] == ["learning_rate:", "number", "data_seed"]
+    assert "those of the place in the data may differ" in str(error.value)
+
+
+def test_a_rate_that_no_schedule_keeps_is_that_of_the_optimizer(make, checkpoint):
+    """A rate of each group; the argument learning_rate says nothing then."""
+
+    def given(rate: float, **options):
+        trainer = make(**({"max_steps": 4} | options))
+        first, *others = trainer.backend.parameters.values()
+        trainer.optimizer = torch.optim.AdamW([{"params": [first], "lr": rate}, {"params": others}], lr=0.02)
+        return trainer
+
+    given(0.1, **SAVING).train()
+    given(0.1, learning_rate=0.7).train(resume_from_checkpoint=str(checkpoint))
+    with pytest.raises(ConfigError, match=r"learning_rate: saved \[0.1, 0.02\], now \[0.3, 0.02\]"):
+        given(0.3).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_steps": -1, "num_train_epochs": 1},
+        {"lr_scheduler_type": "cosine", "warmup_steps": 1},
+        {"weight_decay": 0.1, "max_grad_norm": 0.5, "adam_beta2": 0.95},
+        {"packing_strategy": "ffd", "packed_sequence_length": 100, "dataloader_num_workers": 1},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+        {"seed": 7, "data_seed": 42},
+    ],
+    ids=str,
+)
+def test_what_is_honoured_may_change(make, checkpoint, changed):
+    """Every example of the epoch comes once: two updates of two before the interruption, three after it."""
+    first = make(**SAVING)
+    first.train()
+    resumed = make(**({"max_steps": 5} | changed))
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    seen = [example for batch in first.backend.calls + resumed.backend.calls for example in examples_of(batch)]
+    assert sorted(seen) == sorted(tuple(row["input_ids"]) for row in token_rows(10))
+
+
+def test_data_parallel_ranks_may_take_the_place_of_accumulation(make, checkpoint):
+    make(gradient_accumulation_steps=2, **SAVING).train()
+    backend = FakeBackend(MODEL)
+    backend.data_parallel_size = 2
+    make(max_steps=4, rows=10, backend=backend).train(resume_from_checkpoint=str(checkpoint))
+    backend.data_parallel_size = 4
+    with pytest.raises(ConfigError, match=r"examples per update .*: saved 4, now 8"):
+        make(max_steps=4, rows=10, backend=backend).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_the_order_of_groups_depends_on_what_is_shared(make, checkpoint):
+    options = {"rows": rows_of_four_prompts(10), "group_by_prefix": True}
+    make(**SAVING, **options).train()
+    with pytest.raises(ConfigError, match="share_supervised: saved False, now True"):
+        make(max_steps=4, share_supervised=True, **options).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_an_order_without_a_seed_does_not_depend_on_it(make, checkpoint):
+    make(train_sampling_strategy="sequential", **SAVING).train()
+    resumed = make(train_sampling_strategy="sequential", seed=7, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    order = [example for batch in resumed.backend.calls for example in examples_of(batch)]
+    assert order == [tuple(row["input_ids"]) for row in token_rows(8)[4:]]
+
+
+def test_a_place_that_updates_do_not_tell_is_refused(make, tmp_path):
+    """Begun anew after two updates of five, the next one is the first of its epoch and the third of all."""
+    make(**SAVING).train()
+    anew = make(save_strategy="steps", save_steps=1, max_steps=3, ignore_data_skip=True)
+    anew.train(resume_from_checkpoint=True)
+    assert len(anew.backend.calls) == 1
+    last = str(tmp_path / "run" / "checkpoint-3")
+    with pytest.raises(ConfigError, match=r"epoch 0\.2, after 3 updates of which an epoch has 5"):
+        make(max_steps=4).train(resume_from_checkpoint=last)
+    make(max_steps=4, ignore_data_skip=True).train(resume_from_checkpoint=last)
+
+
+def test_another_base_model_is_refused(make, checkpoint, tmp_path):
+    """Of equal shapes, so that nothing else would notice; the same folder under another name is the same."""
+    make(**SAVING).train()
+    copy = tmp_path / "other-model"
+    shutil.copytree(MODEL, copy)
+    with pytest.raises(ConfigError, match=f"model is '{copy}', but .*was trained on '{MODEL}'"):
+        make(model=str(copy), max_steps=4).train(resume_from_checkpoint=str(checkpoint))
+    (tmp_path / "link").symlink_to(Path(MODEL).absolute())
+    make(model=str(tmp_path / "link"), max_steps=3).train(resume_from_checkpoint=str(checkpoint))
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    (checkpoint / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(copy)}))
+    make(model=str(copy), max_steps=3).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_random_base_weights_are_those_of_a_seed(make, checkpoint):
+    def random(seed: int, **options):
+        backend = FakeBackend()
+        backend.base_model_name = None
+        return make(backend=backend, seed=seed, data_seed=1, **({"max_steps": 4} | options))
+
+    random(3, **SAVING).train()
+    random(3).train(resume_from_checkpoint=str(checkpoint))
+    with pytest.raises(ConfigError, match=r"seed, which draws the weights of a base model .*: saved 3, now 4"):
+        random(4).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_checkpoint_that_does_not_say_what_it_needs_is_refused(make, checkpoint):
+    make(**SAVING).train()
+    (checkpoint / RUN_FILE).write_text("{")
+    with pytest.raises(ExportError, match=f"Cannot read .*{RUN_FILE}"):
+        make(max_steps=4).train(resume_from_checkpoint=str(checkpoint))
+    (checkpoint / RUN_FILE).unlink()
+    with pytest.raises(ExportError, match=rf"has no {RUN_FILE}.*pass that folder as model"):
+        make(max_steps=4).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_damaged_schedule_is_an_error_of_its_file(make, checkpoint):
+    make(**SAVING).train()
+    (checkpoint / "scheduler.pt").write_bytes(b"half")
+    with pytest.raises(ExportError, match=r"Cannot read the schedule .*scheduler\.pt"):
+        make(max_steps=4).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_resuming_without_data_says_what_is_missing(make, checkpoint):
+    make(**SAVING).train()
+    resumed = make(max_steps=4)
+    resumed.train_dataset = None
+    with pytest.raises(ConfigError, match=r"train\(\) needs train_dataset"):
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "change"),
+    [
+        ({}, {"per_device_train_batch_size": 4}, r"examples per update \(.*\): saved 2, now 4"),
+        ({}, {"dataloader_drop_last": True}, "dataloader_drop_last: saved False, now True"),
+        ({}, {"assistant_mask": "each"}, "assistant_mask: saved 'all', now 'each'"),
+        ({"overlong": "drop", "max_length": 90}, {"max_length": 80}, "max_length under overlong='drop': saved 90, now"),
+        ({"overlong": "error", "max_length": 90}, {"overlong": "drop"}, None),
+        ({}, {"seed": 7}, None),
+    ],
+)
+def test_a_place_in_a_stream_needs_the_same_examples_per_update(make, checkpoint, saved, now, change):
+    """Rows are in the stream's own order, whatever the seed; no row was dropped where that was an error."""
+    make(is_stream=True, **SAVING, **saved).train()
+    resumed = make(is_stream=True, **(saved | now))
+    if change is None:
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert resumed.state.global_step == 4
+        return
+    with pytest.raises(ConfigError, match=change):
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    make(is_stream=True, ignore_data_skip=True, **(saved | now)).train(resume_from_checkpoint=str(checkpoint))
+
+
+# the folder of a run
+
+
+@pytest.mark.parametrize("save_strategy", ["no", "steps"])
+def test_an_output_dir_that_cannot_be_written_stops_before_the_first_update(make, tmp_path, save_strategy):
+    trainer = make(save_strategy=save_strategy, save_steps=4)
+    (tmp_path / "run").rmdir()
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ExportError, match=rf"output_dir='{tmp_path / 'run'}' cannot be"):
+        trainer.train()
+    assert trainer.backend.calls == []
+
+
+def test_a_full_output_dir_stops_before_the_first_update_and_nothing_is_left_behind(make, tmp_path, monkeypatch):
+    trainer, write_bytes = make(), Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        write_bytes(path, data[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ExportError, match=r"run' cannot be written: .*No space left"):
+        trainer.train()
+    assert trainer.backend.calls == []
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_an_output_dir_that_cannot_be_created_stops_before_data_is_read(make, tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ExportError, match=r"output_dir='.*/file/run' cannot be created"):
+        make(output_dir=str(tmp_path / "file" / "run"), rows=[{"not": "read"}])
+
+
+class Listing(TrainerCallback):
+    """Keeps what is in the folder when training begins."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """List it."""
+        self.names = [path.name for path in Path(args.output_dir).iterdir()]
+
+
+def test_trying_the_output_dir_leaves_nothing_and_sweeps_what_others_left(make, tmp_path):
+    listing = Listing()
+    trainer = make(callbacks=[listing], max_steps=1)
+    (tmp_path / "run" / ".checkpoint-1.staging-0123456789abcdef").mkdir()
+    trainer.train()
+    assert listing.names == []
+
+
+# the tokenizer beside the adapter
+
+
+def test_a_full_disk_leaves_the_tokenizer_that_was_there(make, tmp_path, monkeypatch):
+    trainer = make()
+    folder = tmp_path / "adapter"
+    trainer.save_model(str(folder))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert "tokenizer.json" in before
+
+    def fail(target, **kwargs):
+        (Path(target) / "tokenizer.json").write_text("{")
+        raise Exception("No space left on device (os error 28)")  # what tokenizers raises
+
+    monkeypatch.setattr(trainer.processing_class, "save_pretrained", fail)
+    with pytest.raises(ExportError, match=rf"Cannot write the tokenizer to {folder}: No space left"):
+        trainer.save_model(str(folder))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_tokenizer_is_written_with_all_its_files(make, tmp_path, tiny_tokenizer):
+    """Further templates lie in a folder of their own."""
+    trainer = make()
+    tiny_tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    trainer.save_model(str(tmp_path / "adapter"))
+    tiny_tokenizer.save_pretrained(tmp_path / "plain")
+    names = {path.relative_to(tmp_path / "plain").as_posix() for path in (tmp_path / "plain").rglob("*")}
+    assert "additional_chat_templates/tool_use.jinja" in names
+    written = {path.relative_to(tmp_path / "adapter").as_posix() for path in (tmp_path / "adapter").rglob("*")}
+    assert written == names | {"adapter_config.json", "adapter_model.safetensors"}
