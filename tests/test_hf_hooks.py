@@ -46,6 +46,7 @@ OVERRIDDEN = {
     "predict": ["test_dataset"],
     "hyperparameter_search": [],
     "push_to_hub": [],
+    "create_model_card": [],
 }
 CALLED = {
     "create_scheduler": ["num_training_steps"],
@@ -57,6 +58,7 @@ CALLED = {
 # Private names of other libraries, and where each is used.
 PRIVATE = {
     ("data/regions.py", "_compile_jinja_template"),
+    ("data/rendering.py", "_compile_jinja_template"),
     ("data/stream.py", "_distributed"),
     ("data/stream.py", "_formatting"),
     ("data/stream.py", "_starting_state_dict"),
