@@ -20,6 +20,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # Buffers that older checkpoints carry and that every model computes for itself.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS_PER_READ = 4096
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -107,6 +109,25 @@ class CheckpointReader:
         size = shape[dim] // num_parts
         window = slice(part * size, (part + 1) * size)
         return tensor[window] if dim == 0 else tensor[:, window]
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Return whether two matrices hold the same numbers, reading both a few rows at a time.
+
+        Args:
+            name: Hugging Face name.
+            other: Another.
+
+        Raises:
+            BackendError: If the checkpoint lacks one.
+        """
+        shape = self.shape(name)
+        if shape != self.shape(other):
+            return False
+        one, two = (self._handle_of[stored].get_slice(stored) for stored in map(self._stored_name, (name, other)))
+        return all(
+            torch.equal(one[first : first + _ROWS_PER_READ].float(), two[first : first + _ROWS_PER_READ].float())
+            for first in range(0, shape[0], _ROWS_PER_READ)
+        )
 
     def unread(self, rules: Iterable[WeightRule]) -> list[str]:
         """Return the stored names that no rule reads; computed buffers and tensors without an element are left out."""
@@ -212,7 +233,8 @@ def load_parameters(
 
     Raises:
         BackendError: If a weight is missing, has another shape, or a parameter has no rule.
-        ConfigError: If the checkpoint holds weights that the model does not have.
+        ConfigError: If the checkpoint holds weights that the model does not have, or a head of its own where the
+            model's is tied.
     """
     rules = list(rules)
     unclaimed = sorted(set(parameters) - {rule.parameter for rule in rules})
@@ -224,6 +246,14 @@ def load_parameters(
             raise ConfigError(
                 f"{folder} holds {len(extra)} weights that the model of its config.json does not have, the first "
                 f"{', '.join(extra[:3])}. Quantised checkpoints and other architectures cannot be trained."
+            )
+        read = {source for rule in rules for source in rule.sources}
+        is_tied_copy = _HEAD in reader and _HEAD not in read and _EMBEDDING in read
+        # transformers ties the two only where they are equal.
+        if is_tied_copy and not reader.are_equal(_HEAD, _EMBEDDING):
+            raise ConfigError(
+                f"{folder} holds a {_HEAD} that differs from {_EMBEDDING}, but tie_word_embeddings=True in its "
+                "config.json. transformers would use both: set tie_word_embeddings to false there to train that model."
             )
         for rule in rules:
             if rule.parameter not in parameters:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_megapack.weights.load import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from hf_megapack.errors import ConfigError
+from hf_megapack.weights.load import INDEX_FILE, SINGLE_FILE, load_parameters, open_checkpoint
+from hf_megapack.weights.names import HeadLayout, WeightRule
 
 NAME = "model.norm.weight"
 
@@ -30,3 +32,23 @@ def test_tensors_without_an_element_need_no_rule(tmp_path):
     )
     with open_checkpoint(tmp_path) as reader:
         assert reader.unread([]) == [NAME]
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize("row", [None, 0, 4500, 4999])
+def test_a_head_of_its_own_is_refused_where_the_config_ties_it(tmp_path, prefix, row):
+    """Here transformers warns that it will not tie the two, and computes with both."""
+    embedding = torch.randn(5000, 2)
+    head = embedding.clone()
+    if row is not None:
+        head[row, 1] += 1e-3
+    save_file({f"{prefix}embed_tokens.weight": embedding, "lm_head.weight": head}, tmp_path / SINGLE_FILE)
+    rule = WeightRule(parameter="embedding", sources=("model.embed_tokens.weight",), shard_dim=0, role="embedding")
+    parameters = {"embedding": torch.zeros(5000, 2)}
+    arguments = (tmp_path, [rule], parameters, HeadLayout(num_heads=1, num_groups=1, head_dim=2))
+    if row is None:
+        load_parameters(*arguments, ignored=lambda name: name == "lm_head.weight")
+        assert torch.equal(parameters["embedding"], embedding)
+        return
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
+        load_parameters(*arguments, ignored=lambda name: name == "lm_head.weight")
