@@ -176,6 +176,7 @@ def test_wrong_models_are_refused_before_weights_are_read(base, tmp_path):
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"is_causal": False}, "is_causal=False"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "length of each sequence"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ):

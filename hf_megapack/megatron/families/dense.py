@@ -73,8 +73,8 @@ class DenseFamily:
             config: transformers configuration.
 
         Raises:
-            ConfigError: For an activation other than SiLU, a dropout in attention, an unknown kind of layer, a window
-                that is not set, or a rotary scaling that packing cannot reproduce.
+            ConfigError: For an activation other than SiLU, a dropout in attention, attention in both directions, an
+                unknown kind of layer, a window that is not set, or a rotary scaling that packing cannot reproduce.
         """
         if config.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' (SwiGLU) is.")
@@ -82,6 +82,12 @@ class DenseFamily:
             raise ConfigError(
                 f"attention_dropout={config.attention_dropout} in the model's config. A shared prefix is computed "
                 "once, so its dropout could not differ between examples. Set attention_dropout to 0."
+            )
+        # No class has the field, but transformers' masks ask every configuration for it, and embedding models set it.
+        if not getattr(config, "is_causal", True):
+            raise ConfigError(
+                f"is_causal={config.is_causal} in the model's config lets transformers attend to later tokens too, the "
+                "learned ones among them. Take is_causal out of the config to train the model as a causal one."
             )
         layer_types = getattr(config, "layer_types", None) or []
         unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})

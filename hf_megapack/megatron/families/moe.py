@@ -131,6 +131,11 @@ class MoeFamily(DenseFamily):
                 "num_experts_per_tok=1 with normalised scores (norm_topk_prob=True) gives every expert the weight 1, "
                 "which Megatron-Core does not reproduce."
             )
+        if settings.scaling == 0:
+            raise ConfigError(
+                "routed_scaling_factor=0 in the model's config silences its experts, which Megatron-Core does not "
+                "reproduce."
+            )
         if settings.score == "sigmoid" and not settings.is_normalised:
             raise ConfigError(
                 "norm_topk_prob=False with sigmoid scores is not supported: Megatron-Core always normalises them."
