@@ -177,6 +177,7 @@ def test_wrong_models_are_refused_before_weights_are_read(base, tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"is_causal": False}, "is_causal=False"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights='other.safetensors'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "length of each sequence"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ):

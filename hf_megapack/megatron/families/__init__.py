@@ -8,6 +8,7 @@ from hf_megapack.megatron.families.glm import GLM4_MOE
 from hf_megapack.megatron.families.llama import LLAMA, MISTRAL, MIXTRAL
 from hf_megapack.megatron.families.moe import ExpertSettings, MoeFamily
 from hf_megapack.megatron.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from hf_megapack.weights.load import SINGLE_FILE
 
 FAMILIES = {
     family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE)
@@ -21,7 +22,8 @@ def family_of(config: PretrainedConfig) -> DenseFamily:
         config: transformers configuration.
 
     Raises:
-        ConfigError: If the model type is unknown, its attention is latent, or the checkpoint is quantised.
+        ConfigError: If the model type is unknown, its attention is latent, or the checkpoint is quantised or in a file
+            of another name.
     """
     if getattr(config, "kv_lora_rank", None):
         raise ConfigError(
@@ -36,6 +38,12 @@ def family_of(config: PretrainedConfig) -> DenseFamily:
         raise ConfigError(
             "The model's config.json has a quantization_config. Quantised base weights are not supported: name the "
             "original checkpoint instead."
+        )
+    weights = getattr(config, "transformers_weights", None)
+    if weights not in (None, SINGLE_FILE):
+        raise ConfigError(
+            f"transformers_weights={weights!r} in the model's config.json names the file that transformers reads; here "
+            f"{SINGLE_FILE} and its shards are read. Load the model with transformers and save it with save_pretrained."
         )
     return FAMILIES[config.model_type].resolved(config)
 
