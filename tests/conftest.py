@@ -1,6 +1,7 @@
 """Fixtures that several test files share, and nothing else."""
 
 import socket
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,15 @@ from tests.helpers.assets import load_conversations, load_tokenizer
 def tiny_tokenizer():
     """A 4,096-token tokenizer with a training template."""
     return load_tokenizer()
+
+
+@pytest.fixture
+def make(tmp_path, tiny_tokenizer):
+    """Return a function that builds a trainer over ready examples, with a backend in plain torch."""
+    # Imports the trainer, which most test files do without.
+    from tests.helpers.fake_trainer import build_trainer
+
+    return partial(build_trainer, tmp_path / "run", tiny_tokenizer)
 
 
 @pytest.fixture

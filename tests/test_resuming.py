@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,12 @@ from tests.helpers.fake_backend import FakeBackend
 from tests.helpers.fake_trainer import (
     adapter,
     assert_equal_adapters,
-    build_trainer,
     examples_of,
     rows_of_four_prompts,
     token_rows,
 )
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-
-
-@pytest.fixture
-def make(tmp_path, tiny_tokenizer):
-    """Return a function that builds a trainer over ready examples."""
-    return partial(build_trainer, tmp_path / "run", tiny_tokenizer)
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
-"""MegaPackTrainer around a backend in plain torch: the loop, its totals, its guard, its checkpoints."""
+"""MegaPackTrainer around a backend in plain torch: the loop, its totals, its guard, evaluation."""
 
 import dataclasses
 import json
 import logging
 import math
-import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +11,12 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import EarlyStoppingCallback, LlamaConfig, TrainingArguments
+from transformers import EarlyStoppingCallback
 from transformers.utils import logging as transformers_logging
 
-from hf_megapack import saving
-from hf_megapack.arguments import UNCALLED_METHODS
-from hf_megapack.checks import find_example_limit
 from hf_megapack.config import MegaPackConfig
-from hf_megapack.data.collator import PrefixTreeCollator
-from hf_megapack.errors import BackendError, ConfigError, DataError, ExportError, NonFiniteResultError
-from hf_megapack.loading import build_collator, describe_sharing
+from hf_megapack.errors import BackendError, ConfigError, DataError, NonFiniteResultError
+from hf_megapack.loading import describe_sharing
 from tests.helpers.assets import MODEL
 from tests.helpers.fake_backend import PREFIX, FakeBackend
 from tests.helpers.fake_trainer import (
@@ -31,19 +25,11 @@ from tests.helpers.fake_trainer import (
     Recorder,
     adapter,
     assert_equal_adapters,
-    build_trainer,
     examples_of,
     oracle_loss,
     rows_of_four_prompts,
     token_rows,
 )
-
-
-@pytest.fixture
-def make(tmp_path, tiny_tokenizer):
-    """Return a function that builds a trainer over ready examples."""
-    return partial(build_trainer, tmp_path / "run", tiny_tokenizer)
-
 
 # the loop
 
@@ -433,316 +419,3 @@ def test_a_trainer_with_its_own_evaluation_may_have_other_metrics(make):
     )  # fmt: skip
     trainer.train()
     assert trainer.state.best_metric == 1.0
-
-
-# saving and resuming
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"rows": 10, "gradient_accumulation_steps": 1},
-        {"rows": 4, "gradient_accumulation_steps": 1},
-        {"rows": 10, "gradient_accumulation_steps": 2, "optim": "sgd", "optim_args": "momentum=0.9"},
-        {"rows": 10, "lr_scheduler_type": "cosine", "warmup_steps": 1, "dataloader_num_workers": 1},
-        {"rows": rows_of_four_prompts(6), "group_by_prefix": True},
-        {"rows": rows_of_four_prompts(11), "group_by_prefix": True, "shuffle_unit": "example"},
-    ],
-    ids=["mid-epoch", "epoch boundary", "accumulation and momentum", "cosine, worker", "grouped", "grouped examples"],
-)
-def test_resuming_is_bit_equal_to_no_interruption(make, tmp_path, options):
-    whole = make(max_steps=4, **options)
-    whole.train()
-    first = make(max_steps=4, save_strategy="steps", save_steps=2, **options)
-    first.train()
-    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
-    resumed = make(max_steps=4, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert len(resumed.backend.calls) == 2
-    assert_equal_adapters(adapter(whole), adapter(resumed))
-    moments = [t.backend.optimizer_state(t.optimizer.optimizer) for t in (whole, resumed)]
-    assert moments[0].keys() == moments[1].keys()
-    assert moments[0], "an optimizer without state would show nothing"
-    assert all(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
-    assert whole.state.num_input_tokens_seen == resumed.state.num_input_tokens_seen
-    assert [examples_of(b) for b in whole.backend.calls[2:]] == [examples_of(b) for b in resumed.backend.calls]
-
-
-def test_another_optimizer_cannot_go_on_with_a_checkpoint(make):
-    make(save_strategy="steps", save_steps=2, max_steps=2).train()
-    resumed = make(optim="sgd", optim_args="momentum=0.9")
-    with pytest.raises(ExportError, match="is that of AdamW, and this run's optimizer is SGD"):
-        resumed.train(resume_from_checkpoint=True)
-
-
-def test_a_checkpoint_holds_everything_under_peft_names(make, tmp_path):
-    trainer = make(save_strategy="steps", save_steps=1, save_total_limit=2)
-    trainer.train()
-    run = tmp_path / "run"
-    assert sorted(p.name for p in run.iterdir()) == ["checkpoint-3", "checkpoint-4"]
-    files = {p.name for p in (run / "checkpoint-4").iterdir()}
-    expected = {
-        "adapter_model.safetensors",
-        "adapter_config.json",
-        "scheduler.pt",
-        "rng_state.pth",
-        "megapack_run.json",
-    }
-    assert expected | {"trainer_state.json", "tokenizer.json"} <= files
-    assert "model.safetensors" not in files
-
-
-def test_a_failure_while_saving_leaves_no_half_checkpoint(make, tmp_path, monkeypatch):
-    trainer = make(save_strategy="steps", save_steps=2)
-
-    def fail(*args, **kwargs):
-        raise OSError("disk full")
-
-    trainer.add_callback(Recorder())
-    monkeypatch.setattr(saving.torch, "save", fail)
-    with pytest.raises(ExportError, match="disk full"):
-        trainer.train()
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_training_again_into_the_same_folder_replaces_its_checkpoints(make, tmp_path):
-    make(save_strategy="steps", save_steps=2, max_steps=2).train()
-    second = make(save_strategy="steps", save_steps=2, max_steps=2, learning_rate=0.1)
-    second.train()
-    continued = make(max_steps=3, learning_rate=0.1)
-    continued.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert continued.state.global_step == 3
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-2"]
-
-
-def test_the_best_adapter_is_loaded_at_the_end(make, tmp_path):
-    rows = token_rows(4)
-    trainer = make(
-        rows=rows, eval_dataset=rows, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
-        load_best_model_at_end=True, max_steps=4, learning_rate=30.0, optim="sgd", max_grad_norm=1.0,
-    )  # fmt: skip
-    recorder = Recorder()
-    trainer.add_callback(recorder)
-    trainer.train()
-    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
-    best = int(np.argmin(losses))
-    assert best < 3, "the last update must not be the best, or nothing is shown"
-    kept = {name: p.detach() for name, p in trainer.backend.model.factors.items()}
-    assert_equal_adapters(kept, recorder.adapters[best])
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / f"checkpoint-{best + 1}")
-
-
-def test_a_checkpoint_without_optimizer_cannot_be_resumed_but_begins_a_new_run(make, tmp_path, tiny_tokenizer):
-    first = make(save_strategy="steps", save_steps=2, max_steps=2, save_only_model=True)
-    first.train()
-    folder = tmp_path / "run" / "checkpoint-2"
-    with pytest.raises(ExportError, match="save_only_model=True"):
-        make(max_steps=3).train(resume_from_checkpoint=str(folder))
-    again = FakeTrainer(str(folder), first.args)
-    assert again.processing_class.chat_template == tiny_tokenizer.chat_template
-    assert_equal_adapters(adapter(again), adapter(first))
-    assert again.backend.base_model_name == MODEL
-    with pytest.raises(ConfigError, match="leave peft_config out"):
-        FakeTrainer(str(folder), first.args, peft_config=LoraConfig(**LORA))
-
-
-def test_resuming_with_another_scaling_is_refused(make, tmp_path, tiny_tokenizer):
-    first = make(save_strategy="steps", save_steps=2, max_steps=2)
-    first.train()
-    other = FakeTrainer(
-        MODEL,
-        first.args,
-        train_dataset=token_rows(10),
-        processing_class=tiny_tokenizer,
-        peft_config=LoraConfig(**(LORA | {"lora_alpha": 8})),
-    )
-    with pytest.raises(ConfigError, match=r"alpha=8.*was trained with .*alpha=4"):
-        other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-
-
-def test_save_model_writes_an_adapter_and_refuses_one_that_is_not_finite(make, tmp_path):
-    trainer = make()
-    trainer.save_model(str(tmp_path / "adapter"))
-    assert {"adapter_model.safetensors", "adapter_config.json"} <= {p.name for p in (tmp_path / "adapter").iterdir()}
-    with torch.no_grad():
-        trainer.backend.parameters[f"{PREFIX}q_proj.lora_B.weight"][0, 0] = math.nan
-    with pytest.raises(NonFiniteResultError, match=r"q_proj\.lora_B"):
-        trainer.save_model(str(tmp_path / "poisoned"))
-    assert not (tmp_path / "poisoned" / "adapter_model.safetensors").exists()
-
-
-# arguments
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"compute_metrics": len}, ConfigError, "compute_metrics is not supported"),
-        ({"compute_loss_func": len}, ConfigError, "compute_loss_func is not supported"),
-        ({"preprocess_logits_for_metrics": len}, ConfigError, "preprocess_logits_for_metrics is not"),
-        ({"quantization_config": {}}, ConfigError, "quantization_config is not supported"),
-        ({"formatting_func": len}, ConfigError, "formatting_func is not supported"),
-        ({"model_init": len}, ConfigError, "model_init is not supported"),
-        ({"packing": True}, ConfigError, "packing is a TRL argument"),
-        ({"max_seq_length": 10}, ConfigError, "max_seq_length is a TRL argument .*packed_sequence_length"),
-        ({"tokenizer": None}, ConfigError, "tokenizer is a TRL argument .*processing_class"),
-        ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
-        ({"data_collator": list}, ConfigError, "must be a PrefixTreeCollator"),
-        ({"peft_config": None}, ConfigError, "must be a peft.LoraConfig"),
-        ({"peft_config": LoraConfig(r=4, use_dora=True)}, ConfigError, "use_dora"),
-        ({"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {})}, ConfigError, "Adafactor.*not supported"),
-        ({"model": torch.nn.Linear(1, 1)}, ConfigError, "model is a Linear"),
-        ({"train_dataset": 3}, ConfigError, "int"),
-        ({"processing_class": None, "model": LlamaConfig()}, ConfigError, "has no tokenizer"),
-    ],
-)
-def test_arguments_that_cannot_be_honoured_are_refused_by_name(tmp_path, tiny_tokenizer, options, error, message):
-    arguments = {
-        "model": MODEL,
-        "args": MegaPackConfig(output_dir=str(tmp_path), use_cpu=True),
-        "processing_class": tiny_tokenizer,
-        "peft_config": LoraConfig(**LORA),
-    }
-    with pytest.raises(error, match=message):
-        FakeTrainer(**(arguments | options))
-
-
-def test_plain_training_arguments_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="build a MegaPackConfig"):
-        FakeTrainer(MODEL, TrainingArguments(output_dir=str(tmp_path), use_cpu=True), peft_config=LoraConfig(**LORA))
-
-
-def test_examples_longer_than_the_model_knows_positions_follow_overlong(make, tmp_path, tiny_tokenizer):
-    """MODEL knows 512 positions, fewer than a row holds: the smaller of both is the limit, and is named."""
-    long = {"input_ids": list(range(1, 521)), "labels": [-100] * 510 + list(range(511, 521))}
-    rows = [*token_rows(5), long]
-    with pytest.raises(DataError, match=r"row 5: 520 tokens are more than the model's max_position_embeddings=512"):
-        make(rows=rows)
-    with pytest.raises(DataError, match="row 5: 520 tokens are more than max_length=100"):
-        make(rows=rows, max_length=100)
-    dropping = make(rows=rows, overlong="drop", max_steps=2)
-    assert len(dropping.train_dataset) == 5
-    dropping.train()
-    assert {key: dropping.state.log_history[-1][key] for key in ("truncated_examples", "dropped_examples")} == {
-        "truncated_examples": 0,
-        "dropped_examples": 1,
-    }
-    cutting = make(rows=rows, overlong="truncate_left")
-    assert [len(example["input_ids"]) for example in cutting.train_dataset][-1] == 512
-    with pytest.raises(DataError, match="max_position_embeddings=512"):
-        make().evaluate(Dataset.from_list([long]))
-    whole = make(rows=token_rows(4), max_steps=1)
-    whole.train()
-    assert not any("dropped_examples" in line for line in whole.state.log_history)
-
-
-@pytest.mark.parametrize(
-    ("rope", "limit"),
-    [
-        (None, 2048),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
-        ({"rope_type": "linear", "factor": 2.0}, 4096),
-    ],
-)
-def test_stretched_positions_count(rope, limit):
-    more = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
-    config = LlamaConfig(max_position_embeddings=2048, **more)
-    args = MegaPackConfig(use_cpu=True, packed_sequence_length=100_000)
-    assert find_example_limit(config, args) == (limit, "the model's max_position_embeddings", 32000)
-    assert find_example_limit(config, MegaPackConfig(use_cpu=True, max_length=99)) == (99, "max_length", 32000)
-
-
-def test_tokens_that_the_model_does_not_know_are_refused_with_their_row(make, tiny_tokenizer):
-    largest = 4607
-    rows = token_rows(3)
-    make(rows=[*rows, {"input_ids": [5, largest], "labels": [-100, largest]}])
-    unknown = [*rows, {"input_ids": [5, largest + 1], "labels": [-100, largest + 1]}]
-    with pytest.raises(DataError, match=r"row 3: token id 4608 .*is none of the model's, which knows 4608 tokens"):
-        make(rows=unknown)
-    with pytest.raises(DataError, match="row 3: token id 4608"):
-        make(eval_dataset=Dataset.from_list(unknown))
-    stream = make(rows=unknown, is_stream=True, max_steps=2)
-    with pytest.raises(DataError, match="row 3: token id 4608"):
-        stream.train()
-
-
-def test_a_padding_token_that_the_model_does_not_know_is_not_used(make, tiny_tokenizer):
-    trainer = make()
-    known = tiny_tokenizer.pad_token_id
-    assert trainer.data_collator.pad_token_id == known
-    assert build_collator(tiny_tokenizer, trainer.args, 1, "tree", vocab_size=known + 1).pad_token_id == known
-    assert build_collator(tiny_tokenizer, trainer.args, 1, "tree", vocab_size=known).pad_token_id == 0
-
-
-@pytest.mark.parametrize("name", ["predict", "hyperparameter_search", "push_to_hub", "create_model_card"])
-def test_methods_that_cannot_be_honoured_are_refused(make, name):
-    with pytest.raises(ConfigError, match=rf"{name}\(\) is not supported"):
-        getattr(make(), name)()
-
-
-@pytest.mark.parametrize("name", UNCALLED_METHODS)
-def test_a_subclass_that_overrides_what_is_never_called_is_refused(make, name):
-    class Mine(FakeTrainer):
-        pass
-
-    setattr(Mine, name, lambda self, *args, **kwargs: None)
-    with pytest.raises(ConfigError, match=rf"Mine overrides {name}\(\), which is never called: .*Take {name} out"):
-        make(trainer=Mine)
-
-
-def test_a_subclass_may_build_its_own_optimizer_and_schedule(make):
-    class Mine(FakeTrainer):
-        def create_optimizer(self, model=None):
-            self.optimizer = self.optimizer or torch.optim.SGD(self.backend.parameters.values(), lr=0.5)
-            return self.optimizer
-
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer.optimizer, factor=0.5)
-            return self.lr_scheduler
-
-    trainer, recorder = make(trainer=Mine, max_steps=1), Recorder()
-    trainer.add_callback(recorder)
-    trainer.train()
-    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
-    assert recorder.rates == [0.25]
-
-
-def test_a_world_that_differs_from_the_environment_is_refused(make, monkeypatch):
-    trainer = make()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 .*1 processes"):
-        FakeTrainer(MODEL, trainer.args, peft_config=LoraConfig(**LORA))
-
-
-def test_a_given_optimizer_must_hold_the_adapter(make, tmp_path, tiny_tokenizer):
-    backend = FakeBackend()
-    mine = torch.optim.SGD(backend.parameters.values(), lr=0.5)
-    arguments = {
-        "args": MegaPackConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, dataloader_num_workers=0),
-        "train_dataset": token_rows(8),
-        "processing_class": tiny_tokenizer,
-        "peft_config": LoraConfig(**LORA),
-    }
-    trainer_class = type("WithBackend", (FakeTrainer,), {"given_backend": backend})
-    trainer = trainer_class(MODEL, optimizers=(mine, None), **arguments)
-    trainer.train()
-    assert trainer.optimizer.optimizer is mine
-    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    with pytest.raises(ConfigError, match="holds 1 tensors, of which 0"):
-        trainer_class(MODEL, optimizers=(stranger, None), **arguments)
-    scheduled = trainer_class(MODEL, optimizer_cls_and_kwargs=(torch.optim.NAdam, {"lr": 0.1}), **arguments)
-    scheduled.train()
-    assert isinstance(scheduled.optimizer.optimizer, torch.optim.NAdam)
-
-
-def test_a_given_collator_is_used(make, tmp_path, tiny_tokenizer):
-    trainer = FakeTrainer(
-        LlamaConfig(),
-        MegaPackConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, dataloader_num_workers=0),
-        PrefixTreeCollator(packed_sequence_length=90, packing_strategy="ffd"),
-        token_rows(8),
-        processing_class=tiny_tokenizer,
-        peft_config=LoraConfig(**LORA),
-    )
-    trainer.train()
-    assert len(trainer.backend.calls[0].rows) == 8

@@ -24,6 +24,7 @@ from hf_megapack.kernels.cross_entropy import HeadPart, SlotTerms, empty_terms, 
 from hf_megapack.kernels.cross_entropy_triton import (
     HIGHEST,
     LABEL_LOGIT,
+    LOWEST,
     NUM_STATISTICS,
     OTHERS,
     REFERENCE,
@@ -39,8 +40,6 @@ MOST_ROWS = 1024
 MOST_LOGITS = 2**25
 # Rows and columns that a processor computes at once in the products that cuBLAS chooses here, on Hopper.
 TILE_ROWS, TILE_COLUMNS = 256, 128
-# exp() of less is zero in float32.
-LOWEST_EXPONENT = -200.0
 
 
 class Plan(NamedTuple):
@@ -154,7 +153,7 @@ def _settle_terms(
         dist.all_reduce(highest_2N, dist.ReduceOp.MAX, group=group)
     highest_N, label_logit_N = highest_2N
     # From this rank's reference to the highest logit of all ranks.
-    shift_N = (statistics_5N[REFERENCE] - highest_N).clamp(min=LOWEST_EXPONENT)
+    shift_N = (statistics_5N[REFERENCE] - highest_N).clamp(min=LOWEST.value)
     factor_N = shift_N.exp()
     sums_2N[1] += shift_N * sums_2N[0]
     sums_2N *= factor_N

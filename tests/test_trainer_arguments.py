@@ -1,0 +1,196 @@
+"""Arguments, data and subclasses that MegaPackTrainer takes, and those that it refuses by name."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import LlamaConfig, TrainingArguments
+
+from hf_megapack.arguments import UNCALLED_METHODS
+from hf_megapack.checks import find_example_limit
+from hf_megapack.config import MegaPackConfig
+from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.errors import ConfigError, DataError
+from hf_megapack.loading import build_collator
+from tests.helpers.assets import MODEL
+from tests.helpers.fake_backend import FakeBackend
+from tests.helpers.fake_trainer import (
+    LORA,
+    FakeTrainer,
+    Recorder,
+    token_rows,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"compute_metrics": len}, ConfigError, "compute_metrics is not supported"),
+        ({"compute_loss_func": len}, ConfigError, "compute_loss_func is not supported"),
+        ({"preprocess_logits_for_metrics": len}, ConfigError, "preprocess_logits_for_metrics is not"),
+        ({"quantization_config": {}}, ConfigError, "quantization_config is not supported"),
+        ({"formatting_func": len}, ConfigError, "formatting_func is not supported"),
+        ({"model_init": len}, ConfigError, "model_init is not supported"),
+        ({"packing": True}, ConfigError, "packing is a TRL argument"),
+        ({"max_seq_length": 10}, ConfigError, "max_seq_length is a TRL argument .*packed_sequence_length"),
+        ({"tokenizer": None}, ConfigError, "tokenizer is a TRL argument .*processing_class"),
+        ({"nonsense": 1}, TypeError, "unexpected argument 'nonsense'"),
+        ({"data_collator": list}, ConfigError, "must be a PrefixTreeCollator"),
+        ({"peft_config": None}, ConfigError, "must be a peft.LoraConfig"),
+        ({"peft_config": LoraConfig(r=4, use_dora=True)}, ConfigError, "use_dora"),
+        ({"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {})}, ConfigError, "Adafactor.*not supported"),
+        ({"model": torch.nn.Linear(1, 1)}, ConfigError, "model is a Linear"),
+        ({"train_dataset": 3}, ConfigError, "int"),
+        ({"processing_class": None, "model": LlamaConfig()}, ConfigError, "has no tokenizer"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(tmp_path, tiny_tokenizer, options, error, message):
+    arguments = {
+        "model": MODEL,
+        "args": MegaPackConfig(output_dir=str(tmp_path), use_cpu=True),
+        "processing_class": tiny_tokenizer,
+        "peft_config": LoraConfig(**LORA),
+    }
+    with pytest.raises(error, match=message):
+        FakeTrainer(**(arguments | options))
+
+
+def test_plain_training_arguments_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="build a MegaPackConfig"):
+        FakeTrainer(MODEL, TrainingArguments(output_dir=str(tmp_path), use_cpu=True), peft_config=LoraConfig(**LORA))
+
+
+def test_examples_longer_than_the_model_knows_positions_follow_overlong(make, tmp_path, tiny_tokenizer):
+    """MODEL knows 512 positions, fewer than a row holds: the smaller of both is the limit, and is named."""
+    long = {"input_ids": list(range(1, 521)), "labels": [-100] * 510 + list(range(511, 521))}
+    rows = [*token_rows(5), long]
+    with pytest.raises(DataError, match=r"row 5: 520 tokens are more than the model's max_position_embeddings=512"):
+        make(rows=rows)
+    with pytest.raises(DataError, match="row 5: 520 tokens are more than max_length=100"):
+        make(rows=rows, max_length=100)
+    dropping = make(rows=rows, overlong="drop", max_steps=2)
+    assert len(dropping.train_dataset) == 5
+    dropping.train()
+    assert {key: dropping.state.log_history[-1][key] for key in ("truncated_examples", "dropped_examples")} == {
+        "truncated_examples": 0,
+        "dropped_examples": 1,
+    }
+    cutting = make(rows=rows, overlong="truncate_left")
+    assert [len(example["input_ids"]) for example in cutting.train_dataset][-1] == 512
+    with pytest.raises(DataError, match="max_position_embeddings=512"):
+        make().evaluate(Dataset.from_list([long]))
+    whole = make(rows=token_rows(4), max_steps=1)
+    whole.train()
+    assert not any("dropped_examples" in line for line in whole.state.log_history)
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        (None, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "linear", "factor": 2.0}, 4096),
+    ],
+)
+def test_stretched_positions_count(rope, limit):
+    more = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    config = LlamaConfig(max_position_embeddings=2048, **more)
+    args = MegaPackConfig(use_cpu=True, packed_sequence_length=100_000)
+    assert find_example_limit(config, args) == (limit, "the model's max_position_embeddings", 32000)
+    assert find_example_limit(config, MegaPackConfig(use_cpu=True, max_length=99)) == (99, "max_length", 32000)
+
+
+def test_tokens_that_the_model_does_not_know_are_refused_with_their_row(make, tiny_tokenizer):
+    largest = 4607
+    rows = token_rows(3)
+    make(rows=[*rows, {"input_ids": [5, largest], "labels": [-100, largest]}])
+    unknown = [*rows, {"input_ids": [5, largest + 1], "labels": [-100, largest + 1]}]
+    with pytest.raises(DataError, match=r"row 3: token id 4608 .*is none of the model's, which knows 4608 tokens"):
+        make(rows=unknown)
+    with pytest.raises(DataError, match="row 3: token id 4608"):
+        make(eval_dataset=Dataset.from_list(unknown))
+    stream = make(rows=unknown, is_stream=True, max_steps=2)
+    with pytest.raises(DataError, match="row 3: token id 4608"):
+        stream.train()
+
+
+def test_a_padding_token_that_the_model_does_not_know_is_not_used(make, tiny_tokenizer):
+    trainer = make()
+    known = tiny_tokenizer.pad_token_id
+    assert trainer.data_collator.pad_token_id == known
+    assert build_collator(tiny_tokenizer, trainer.args, 1, "tree", vocab_size=known + 1).pad_token_id == known
+    assert build_collator(tiny_tokenizer, trainer.args, 1, "tree", vocab_size=known).pad_token_id == 0
+
+
+@pytest.mark.parametrize("name", ["predict", "hyperparameter_search", "push_to_hub", "create_model_card"])
+def test_methods_that_cannot_be_honoured_are_refused(make, name):
+    with pytest.raises(ConfigError, match=rf"{name}\(\) is not supported"):
+        getattr(make(), name)()
+
+
+@pytest.mark.parametrize("name", UNCALLED_METHODS)
+def test_a_subclass_that_overrides_what_is_never_called_is_refused(make, name):
+    class Mine(FakeTrainer):
+        pass
+
+    setattr(Mine, name, lambda self, *args, **kwargs: None)
+    with pytest.raises(ConfigError, match=rf"Mine overrides {name}\(\), which is never called: .*Take {name} out"):
+        make(trainer=Mine)
+
+
+def test_a_subclass_may_build_its_own_optimizer_and_schedule(make):
+    class Mine(FakeTrainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = self.optimizer or torch.optim.SGD(self.backend.parameters.values(), lr=0.5)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer.optimizer, factor=0.5)
+            return self.lr_scheduler
+
+    trainer, recorder = make(trainer=Mine, max_steps=1), Recorder()
+    trainer.add_callback(recorder)
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+    assert recorder.rates == [0.25]
+
+
+def test_a_world_that_differs_from_the_environment_is_refused(make, monkeypatch):
+    trainer = make()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 .*1 processes"):
+        FakeTrainer(MODEL, trainer.args, peft_config=LoraConfig(**LORA))
+
+
+def test_a_given_optimizer_must_hold_the_adapter(make, tmp_path, tiny_tokenizer):
+    backend = FakeBackend()
+    mine = torch.optim.SGD(backend.parameters.values(), lr=0.5)
+    arguments = {
+        "args": MegaPackConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, dataloader_num_workers=0),
+        "train_dataset": token_rows(8),
+        "processing_class": tiny_tokenizer,
+        "peft_config": LoraConfig(**LORA),
+    }
+    trainer_class = type("WithBackend", (FakeTrainer,), {"given_backend": backend})
+    trainer = trainer_class(MODEL, optimizers=(mine, None), **arguments)
+    trainer.train()
+    assert trainer.optimizer.optimizer is mine
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    with pytest.raises(ConfigError, match="holds 1 tensors, of which 0"):
+        trainer_class(MODEL, optimizers=(stranger, None), **arguments)
+    scheduled = trainer_class(MODEL, optimizer_cls_and_kwargs=(torch.optim.NAdam, {"lr": 0.1}), **arguments)
+    scheduled.train()
+    assert isinstance(scheduled.optimizer.optimizer, torch.optim.NAdam)
+
+
+def test_a_given_collator_is_used(make, tmp_path, tiny_tokenizer):
+    trainer = FakeTrainer(
+        LlamaConfig(),
+        MegaPackConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, dataloader_num_workers=0),
+        PrefixTreeCollator(packed_sequence_length=90, packing_strategy="ffd"),
+        token_rows(8),
+        processing_class=tiny_tokenizer,
+        peft_config=LoraConfig(**LORA),
+    )
+    trainer.train()
+    assert len(trainer.backend.calls[0].rows) == 8
