@@ -12,6 +12,7 @@ from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.data.stream import ExampleStream
 from hf_megapack.errors import DataError
 from tests.helpers.assets import load_tokenizer
+from tests.helpers.chats import assistant, user
 
 MASKS = ("all", "last", "each")
 # A template of the ChatML kind that writes its variables and one more key of a message.
@@ -20,14 +21,6 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}KEY<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def user(content, **more):
-    return {"role": "user", "content": content, **more}
-
-
-def assistant(content, **more):
-    return {"role": "assistant", "content": content, **more}
 
 
 CHAT = [user("Hi"), assistant("Hello there."), user("And?"), assistant("Bye.")]
