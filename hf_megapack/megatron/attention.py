@@ -2,11 +2,12 @@
 
 Each slot therefore sees its ancestors and itself, never a sibling branch, another root or padding. The row's tree
 travels with the microbatch in `TreeParams`, never as module state: recompute and interleaved pipelines would read
-another microbatch's. Where ranks share a row, queries are those of the rank's own slots, keys those of the whole row.
+another microbatch's. Where ranks share a row, queries are those of the rank's own slots, and keys those of the slots
+that these see, counted as if the row had no others.
 A row that shares nothing may come with its sequences: on a GPU `sequences.py` then attends within each of them.
 
-Shapes: T slots of the row, L slots of this rank (T where rows are not shared), H query heads, G key and value heads,
-D head size, Q slots of one query block, K slots they can see.
+Shapes: L slots of this rank, T slots that they see (where rows are not shared, both are all slots of the row), H query
+heads, G key and value heads, D head size, Q slots of one query block, K slots they can see.
 """
 
 import functools
@@ -20,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_megapack.kernels.tree_blocks import TreeBlocks, tree_blocks
-from hf_megapack.megatron.context import ContextShare, gather_keys_and_values
+from hf_megapack.megatron.context import ContextShare, fetch_keys_and_values
 from hf_megapack.megatron.flex_attention import block_mask, flex_attend
 from hf_megapack.megatron.sequences import Sequences, fused_sequence_attention
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
@@ -289,6 +290,6 @@ class TreeAttention(torch.nn.Module):
         if params.sequences is not None and query_LHD.is_cuda:
             return fused_sequence_attention(query_LHD, key_LGD, value_LGD, params.sequences, **options).flatten(1)
         if params.share is not None:
-            key_LGD, value_LGD = gather_keys_and_values(key_LGD, value_LGD, params.share)
+            key_LGD, value_LGD = fetch_keys_and_values(key_LGD, value_LGD, params.share)
         attend = gpu_tree_attention if query_LHD.is_cuda else host_tree_attention
         return attend(query_LHD, key_LGD, value_LGD, params, **options).flatten(1)

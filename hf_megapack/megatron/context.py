@@ -1,10 +1,11 @@
-"""Context parallelism over a row: each rank computes its own slots and sees the keys and values of all.
+"""Context parallelism over a row: each rank computes its own slots, and holds keys and values of those that they see.
 
-For tree attention keys and values are gathered over the ranks that share the row and put in the row's order, so that
-masks use slot numbers of the whole row; their gradients go back the same way and are summed. Attention over sequences
-passes them from rank to rank itself.
+For tree attention each rank sends the others keys and values of the slots that theirs see, and gets back gradients of
+what it sent. A rank then counts slots as if the row had no others than those that its own see: order and visibility
+stay what they are. Attention over sequences passes keys and values from rank to rank itself.
 
-Shapes: T slots of the row, L slots of this rank, G key and value heads, D head size.
+Shapes: L slots of this rank, T slots that they see, S slots sent to other ranks, one counted for each of them, R slots
+received, G key and value heads, D head size.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from hf_megapack.megatron.host import integers_on_device
 from hf_megapack.megatron.parallel import ParallelLayout
-from hf_megapack.packing.context import split_row, split_sequences
+from hf_megapack.packing.context import RowSplit, split_row, split_sequences
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -23,76 +24,137 @@ class ContextShare:
     """What one rank holds of a row, on its device.
 
     Attributes:
-        slots: Slots of this rank, ascending. int64, shape (L,).
-        slots_by_rank: Slots of all ranks, one rank after the other. int64, shape (T,).
-        place_of_slot: Where each slot stands in `slots_by_rank`. int64, shape (T,).
+        slots: Where this rank's slots stand among those that they see, ascending. int64, shape (L,).
+        num_seen: T.
+        sent: Which of this rank's slots each other rank sees, one rank after the other. int64, shape (S,).
+        received: Where what the others send stands among the seen slots, one rank after the other. int64, shape (R,).
+        sent_sizes: How many go to each rank, none to this one.
+        received_sizes: How many come from each rank.
         group: The ranks that share the row.
     """
 
     slots: torch.Tensor
-    slots_by_rank: torch.Tensor
-    place_of_slot: torch.Tensor
-    group: dist.ProcessGroup
+    num_seen: int
+    sent: torch.Tensor
+    received: torch.Tensor
+    sent_sizes: list[int]
+    received_sizes: list[int]
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, split: RowSplit, rank: int, group: dist.ProcessGroup | None) -> "ContextShare":
+        """Return what a rank holds of a row.
+
+        Args:
+            split: Of the row.
+            rank: Among those that share it.
+            group: These ranks.
+        """
+        own, seen = split.slots[rank], split.seen[rank]
+        sent = [_places_among(own, other, split.slots.size) for other in split.seen]
+        received = [_places_among(seen, other, split.slots.size) for other in split.slots]
+        sent[rank] = received[rank] = np.empty(0, dtype=np.int64)
+        return cls(
+            slots=integers_on_device(np.searchsorted(seen, own)),
+            num_seen=seen.size,
+            sent=integers_on_device(np.concatenate(sent)),
+            received=integers_on_device(np.concatenate(received)),
+            sent_sizes=[places.size for places in sent],
+            received_sizes=[places.size for places in received],
+            group=group,
+        )
 
 
-def share_row(
-    subtree_end: np.ndarray, layout: ParallelLayout, cu_seqlens: np.ndarray | None = None
-) -> tuple[np.ndarray, ContextShare | None]:
-    """Return this rank's slots of a row, on the host and on the device.
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class RowPart:
+    """What one rank needs to know of a row, on the host.
+
+    Attributes:
+        slots: This rank's slots, in the row's count. int64, shape (L,).
+        position_ids: Depth in its example of each slot that they see. Integer, shape (T,).
+        subtree_end: First of the seen slots after the subtree that begins at each, in their own count. Integer, shape
+            (T,).
+        share: Of the row, on the device; None where rows are not shared.
+    """
+
+    slots: np.ndarray
+    position_ids: np.ndarray
+    subtree_end: np.ndarray
+    share: ContextShare | None
+
+
+def part_of_row(
+    position_ids: np.ndarray, subtree_end: np.ndarray, layout: ParallelLayout, cu_seqlens: np.ndarray | None = None
+) -> RowPart:
+    """Return what this rank has to do with a row.
 
     Args:
-        subtree_end: First slot after the subtree that begins at each slot. Integer, shape (T,).
+        position_ids: Depth of each slot of the row in its example. Integer, shape (num_slots,).
+        subtree_end: First slot after the subtree that begins at each slot. Integer, same shape.
         layout: Where this rank stands.
         cu_seqlens: Boundaries of the row's sequences, to cut each of them; None deals blocks of the whole row.
-
-    Returns:
-        int64, shape (L,), and the share, None where rows are not shared.
 
     Raises:
         DataError: If the row, or one of its sequences, cannot be cut into equal parts.
     """
     if layout.context_size == 1:
-        return np.arange(subtree_end.size), None
+        return RowPart(
+            slots=np.arange(subtree_end.size), position_ids=position_ids, subtree_end=subtree_end, share=None
+        )
     if cu_seqlens is None:
-        slots = split_row(subtree_end, layout.context_size).slots
+        split = split_row(subtree_end, layout.context_size)
     else:
-        slots = split_sequences(cu_seqlens, layout.context_size).slots
-    slots_by_rank = slots.ravel()
-    place_of_slot = np.empty_like(slots_by_rank)
-    place_of_slot[slots_by_rank] = np.arange(slots_by_rank.size)
-    share = ContextShare(
-        slots=integers_on_device(slots[layout.context_rank]),
-        slots_by_rank=integers_on_device(slots_by_rank),
-        place_of_slot=integers_on_device(place_of_slot),
-        group=layout.context_group,
+        split = split_sequences(cu_seqlens, layout.context_size)
+    seen = split.seen[layout.context_rank]
+    return RowPart(
+        slots=split.slots[layout.context_rank],
+        position_ids=position_ids[seen],
+        subtree_end=np.searchsorted(seen, subtree_end[seen]),
+        share=ContextShare.of(split, layout.context_rank, layout.context_group),
     )
-    return slots[layout.context_rank], share
 
 
-class _GatherSlots(torch.autograd.Function):
-    """Gather two tensors at once: while one travels the other is put in order."""
+def _places_among(slots: np.ndarray, others: np.ndarray, num_slots: int) -> np.ndarray:
+    """Return where in `slots` those stand that are among others, of a row of so many slots."""
+    is_among = np.zeros(num_slots, dtype=bool)
+    is_among[others] = True
+    return np.flatnonzero(is_among[slots])
+
+
+class _FetchSlots(torch.autograd.Function):
+    """Fetch two tensors at once: while they travel, what this rank has itself is put in its place."""
 
     @staticmethod
     def forward(ctx, key, value, share):
         ctx.share = share
-        travelling = [_start_gather(local, share) for local in (key, value)]
-        return tuple(_arrived(*one).index_select(0, share.place_of_slot) for one in travelling)
+        travelling = [
+            _exchange(local.index_select(0, share.sent), share.sent_sizes, share.received_sizes, share.group)
+            for local in (key, value)
+        ]
+        seen = [
+            local.new_empty(share.num_seen, *local.shape[1:]).index_copy_(0, share.slots, local)
+            for local in (key, value)
+        ]
+        return tuple(
+            tensor.index_copy_(0, share.received, _arrived(*one)) for tensor, one in zip(seen, travelling, strict=True)
+        )
 
     @staticmethod
     def backward(ctx, *grads):
         share = ctx.share
-        travelling = [_start_sum(grad.index_select(0, share.slots_by_rank), share) for grad in grads]
-        return *(_arrived(*one) for one in travelling), None
+        travelling = [
+            _exchange(grad.index_select(0, share.received), share.received_sizes, share.sent_sizes, share.group)
+            for grad in grads
+        ]
+        own = [grad.index_select(0, share.slots) for grad in grads]
+        return *(_add(grad, _arrived(*one), share) for grad, one in zip(own, travelling, strict=True)), None
 
 
-def _start_gather(local: torch.Tensor, share: ContextShare) -> tuple[torch.Tensor, dist.Work]:
-    gathered = local.new_empty(share.slots_by_rank.numel(), *local.shape[1:])
-    return gathered, dist.all_gather_into_tensor(gathered, local.contiguous(), group=share.group, async_op=True)
-
-
-def _start_sum(grad_by_rank: torch.Tensor, share: ContextShare) -> tuple[torch.Tensor, dist.Work]:
-    local = grad_by_rank.new_empty(share.slots.numel(), *grad_by_rank.shape[1:])
-    return local, dist.reduce_scatter_tensor(local, grad_by_rank, group=share.group, async_op=True)
+def _exchange(
+    outgoing: torch.Tensor, sizes_out: list[int], sizes_in: list[int], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work]:
+    incoming = outgoing.new_empty(sum(sizes_in), *outgoing.shape[1:])
+    return incoming, dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group, async_op=True)
 
 
 def _arrived(tensor: torch.Tensor, work: dist.Work) -> torch.Tensor:
@@ -100,10 +162,20 @@ def _arrived(tensor: torch.Tensor, work: dist.Work) -> torch.Tensor:
     return tensor
 
 
-def gather_keys_and_values(
+def _add(own: torch.Tensor, returned: torch.Tensor, share: ContextShare) -> torch.Tensor:
+    """Add what came back for the slots that were sent, in the order of the ranks, and round once."""
+    is_one_sum = len(share.sent_sizes) == 2
+    total = own if is_one_sum else own.to(torch.promote_types(own.dtype, torch.float32))
+    parts = zip(share.sent.split(share.sent_sizes), returned.split(share.sent_sizes), strict=True)
+    for places, part in parts:
+        total.index_copy_(0, places, total.index_select(0, places) + part)
+    return total.to(own.dtype)
+
+
+def fetch_keys_and_values(
     key_LGD: torch.Tensor, value_LGD: torch.Tensor, share: ContextShare
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of the whole row, from those of this rank.
+    """Return keys and values of the slots that this rank's slots see, from those that each rank has. A collective.
 
     Args:
         key_LGD: Shape (L, G, D).
@@ -113,4 +185,4 @@ def gather_keys_and_values(
     Returns:
         Both in the row's order, shape (T, G, D).
     """
-    return _GatherSlots.apply(key_LGD, value_LGD, share)
+    return _FetchSlots.apply(key_LGD, value_LGD, share)

@@ -17,7 +17,7 @@ from hf_megapack.batch import IGNORE_LABEL, PackedBatch, PackedRow, StepResult
 from hf_megapack.errors import DataError
 from hf_megapack.megatron.attention import TreeParams
 from hf_megapack.megatron.chunks import ModelChunks
-from hf_megapack.megatron.context import share_row
+from hf_megapack.megatron.context import part_of_row
 from hf_megapack.megatron.host import compute_device, host_device, integers_on_device
 from hf_megapack.megatron.loss import LossTerms
 from hf_megapack.megatron.model import TreeGPTModel
@@ -58,7 +58,8 @@ def microbatch(
             a prefix and each is to be attended by itself.
     """
     cu_seqlens = sequence_boundaries(row.subtree_end) if attention == "thd" else None
-    slots, share = share_row(row.subtree_end, layout, cu_seqlens)
+    part = part_of_row(row.position_ids, row.subtree_end, layout, cu_seqlens)
+    slots = part.slots
     if layout.sequence_parallel and slots.size % layout.tensor_size:
         raise DataError(
             f"A row of {row.input_ids.size} slots cannot be split over {layout.tensor_size} tensor-parallel ranks; "
@@ -74,15 +75,15 @@ def microbatch(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        position_ids=integers_on_device(row.position_ids),
-        subtree_end=integers_on_device(row.subtree_end),
+        position_ids=integers_on_device(part.position_ids),
+        subtree_end=integers_on_device(part.subtree_end),
         loss_slots=integers_on_device(learned),
         loss_labels=integers_on_device(labels[learned]),
         loss_counts=integers_on_device(weights[learned]),
         loss_scale=1.0 / num_loss_tokens,
-        share=share,
+        share=part.share,
         num_expert_places=num_expert_places,
-        sequences=None if cu_seqlens is None else Sequences.of(cu_seqlens, share),
+        sequences=None if cu_seqlens is None else Sequences.of(cu_seqlens, part.share),
     )
     return integers_on_device(row.input_ids[slots]), params
 

@@ -1,8 +1,9 @@
-"""One row to the ranks that share it: equal slots for each, and attention as even as the way of cutting allows.
+"""One row to the ranks that share it: equal slots for each, attention even, and few keys that another rank holds.
 
 Later slots of a row see more than earlier ones, and deep branches more than roots, so equal runs would load the ranks
-unequally. Blocks of slots are dealt instead, the costliest first, each to the rank with least to do. A row without
-shared prefixes can also be cut sequence by sequence: each rank then gets an early and a late chunk of every one.
+unequally. Each rank gets a run of blocks that begins where the work in it comes out even instead. Runs keep branches
+together: a rank then sees few slots of the others beyond the prefixes that they share, and only those travel. A row
+without shared prefixes can also be cut sequence by sequence: each rank then gets an early and a late chunk of every one.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import numpy as np
 from hf_megapack.errors import DataError
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
 
+# Runs are even up to a block. Blocks are then exchanged until the most loaded rank is this close to the mean.
+_EVEN_ENOUGH = 1.0005
+
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class RowSplit:
@@ -19,10 +23,13 @@ class RowSplit:
 
     Attributes:
         slots: Slots of each rank, ascending. int64, shape (num_ranks, slots per rank).
+        seen: Slots that some slot of each rank sees, its own among them, ascending; where the row was cut into blocks,
+            all slots of their blocks. int64, one array per rank.
         num_pairs: Visible pairs that each rank computes: slots that its own slots see. int64, shape (num_ranks,).
     """
 
     slots: np.ndarray
+    seen: tuple[np.ndarray, ...]
     num_pairs: np.ndarray
 
     @property
@@ -47,9 +54,11 @@ def split_row(subtree_end: np.ndarray, num_ranks: int) -> RowSplit:
     Example:
         >>> split = split_row(np.full(512, 512), 2)
         >>> split.slots[:, ::128].tolist()  # first slot of each block
-        [[0, 384], [128, 256]]
+        [[128, 256], [0, 384]]
         >>> split.num_pairs.tolist(), split.imbalance
         ([65664, 65664], 1.0)
+        >>> [seen.size for seen in split.seen]  # nobody but slots of the last block sees the last block
+        [384, 512]
     """
     num_slots = subtree_end.size
     if num_slots % (CONTEXT_BLOCK * num_ranks):
@@ -63,17 +72,79 @@ def split_row(subtree_end: np.ndarray, num_ranks: int) -> RowSplit:
     np.subtract.at(change, subtree_end, 1)
     num_seen = np.cumsum(change[:num_slots])
     pairs = num_seen.reshape(-1, CONTEXT_BLOCK).sum(axis=1)
-    blocks_per_rank = pairs.size // num_ranks
-    loads = np.zeros(num_ranks, dtype=np.int64)
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
-    for block in sorted(range(pairs.size), key=lambda block: (-pairs[block], block)):
-        free = (rank for rank in range(num_ranks) if len(dealt[rank]) < blocks_per_rank)
-        rank = min(free, key=lambda rank: (loads[rank], rank))
-        dealt[rank].append(block)
-        loads[rank] += pairs[block]
-    blocks = np.sort(np.asarray(dealt, dtype=np.int64), axis=1)
+    blocks = _deal_runs(pairs, num_ranks)
+    _even_out(blocks, pairs)
+    blocks = np.sort(blocks, axis=1)
     slots = (blocks[:, :, None] * CONTEXT_BLOCK + np.arange(CONTEXT_BLOCK)).reshape(num_ranks, -1)
-    return RowSplit(slots=slots, num_pairs=loads)
+    seen = tuple(_seen_slots(subtree_end, own, CONTEXT_BLOCK) for own in slots)
+    return RowSplit(slots=slots, seen=seen, num_pairs=pairs[blocks].sum(axis=1))
+
+
+def _deal_runs(pairs: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Return the blocks of each rank: of those that are left, one run whose work is the mean of the ranks that are left.
+
+    The blocks that are left count as a ring. Over all places where a run can begin, its work is the mean on average, and
+    from one place to the next it changes by the difference of two blocks: somewhere it is the mean, but for less than
+    that.
+
+    Args:
+        pairs: Work of each block. int64, shape (num_blocks,).
+        num_ranks: A divisor of the number of blocks.
+
+    Returns:
+        int64, shape (num_ranks, blocks per rank).
+    """
+    left, size = np.arange(pairs.size), pairs.size // num_ranks
+    dealt = []
+    for num_left in range(num_ranks, 0, -1):
+        work = pairs[left]
+        before = np.concatenate(([0], np.cumsum(np.tile(work, 2))))
+        work_of_run = before[size : size + left.size] - before[: left.size]
+        begin = np.argmin(np.abs(work_of_run * num_left - work.sum()))
+        places = (begin + np.arange(size)) % left.size
+        dealt.append(left[places])
+        left = np.delete(left, places)
+    return np.stack(dealt)
+
+
+def _even_out(blocks: np.ndarray, pairs: np.ndarray) -> None:
+    """Let the most loaded rank exchange a block with another while that helps, in place.
+
+    Args:
+        blocks: Blocks of each rank. int64, shape (num_ranks, blocks per rank).
+        pairs: Work of each block. int64, shape (num_blocks,).
+    """
+    # Each exchange brings two loads closer together, so there is an end; few are needed.
+    while True:
+        work = pairs[blocks]
+        loads = work.sum(axis=1)
+        most = int(loads.argmax())
+        if loads[most] <= _EVEN_ENOUGH * loads.mean():
+            return
+        moved = work[most][:, None] - work.ravel()
+        other_load = np.repeat(loads, blocks.shape[1])
+        higher = np.maximum(loads[most] - moved, other_load + moved)
+        give, take = np.unravel_index(higher.argmin(), higher.shape)
+        if higher[give, take] >= loads[most]:
+            return
+        other, place = divmod(int(take), blocks.shape[1])
+        blocks[most, give], blocks[other, place] = blocks[other, place], blocks[most, give]
+
+
+def _seen_slots(subtree_end: np.ndarray, own: np.ndarray, block: int) -> np.ndarray:
+    """Return the slots that some of a rank's own slots see, ascending, completed to whole blocks.
+
+    Args:
+        subtree_end: First slot after the subtree that begins at each slot. Integer, shape (num_slots,).
+        own: The rank's slots. int64.
+        block: Slots of a block, a divisor of num_slots.
+    """
+    is_own = np.zeros(subtree_end.size, dtype=np.int64)
+    is_own[own] = 1
+    # How many of the rank's slots come before each slot; one is seen if the number grows within its subtree.
+    num_before = np.concatenate(([0], np.cumsum(is_own)))
+    is_seen = num_before[subtree_end] > num_before[:-1]
+    return np.flatnonzero(np.repeat(is_seen.reshape(-1, block).any(axis=1), block))
 
 
 def sequence_boundaries(subtree_end: np.ndarray) -> np.ndarray:
@@ -133,4 +204,5 @@ def split_sequences(cu_seqlens: np.ndarray, num_ranks: int) -> RowSplit:
     chunk = position // np.repeat(sizes // (2 * num_ranks), sizes)
     owner = np.minimum(chunk, 2 * num_ranks - 1 - chunk)
     slots = np.argsort(owner, kind="stable").reshape(num_ranks, -1)
-    return RowSplit(slots=slots, num_pairs=(position + 1)[slots].sum(axis=1))
+    seen = tuple(_seen_slots(np.repeat(cu_seqlens[1:], sizes), own, 1) for own in slots)
+    return RowSplit(slots=slots, seen=seen, num_pairs=(position + 1)[slots].sum(axis=1))

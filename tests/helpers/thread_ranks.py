@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
@@ -26,7 +27,7 @@ class ThreadGroup:
 def run_on_threads(num_ranks: int, function: Callable[[ThreadGroup], object], monkeypatch) -> list:
     """Call the function on every rank and return the results in their order.
 
-    A barrier and a list that all see stand for torch.distributed's sums and gathers of whole tensors.
+    A barrier and a list that all see stand for torch.distributed's sums, gathers and exchanges.
     """
     barrier, given = threading.Barrier(num_ranks, timeout=60), [None] * num_ranks
 
@@ -48,6 +49,13 @@ def run_on_threads(num_ranks: int, function: Callable[[ThreadGroup], object], mo
     def reduce_scatter_tensor(output, tensor, *, group):
         output.copy_(torch.stack(everyone(tensor, group)).sum(0).chunk(num_ranks)[group.rank()])
 
+    def all_to_all_single(output, tensor, sizes_in, sizes_out, *, group, async_op):
+        assert async_op, "what is not waited for may not have come"
+        parts = everyone(tensor, group), everyone(torch.tensor(sizes_out), group)
+        received = [x.split(sizes.tolist())[group.rank()] for x, sizes in zip(*parts, strict=True)]
+        assert [len(part) for part in received] == sizes_in
+        return SimpleNamespace(wait=lambda: output.copy_(torch.cat(received)))
+
     def run(rank):
         try:
             return function(ThreadGroup(rank, num_ranks))
@@ -55,7 +63,7 @@ def run_on_threads(num_ranks: int, function: Callable[[ThreadGroup], object], mo
             barrier.abort()
             raise
 
-    for collective in (all_reduce, all_gather_into_tensor, reduce_scatter_tensor):
+    for collective in (all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single):
         monkeypatch.setattr(torch.distributed, collective.__name__, collective)
     with ThreadPoolExecutor(num_ranks) as pool:
         return list(pool.map(run, range(num_ranks)))

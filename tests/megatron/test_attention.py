@@ -1,7 +1,9 @@
 """Tree attention: the fast paths against the plain twin, and what a slot may see."""
 
-import dataclasses
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,20 +16,29 @@ from hf_megapack.megatron.attention import (
     row_blocks,
     visible,
 )
-from hf_megapack.megatron.context import ContextShare
+from hf_megapack.megatron.context import part_of_row
 from hf_megapack.megatron.flex_attention import block_mask
-from hf_megapack.packing import split_row
+from hf_megapack.packing import split_row, split_sequences
 from tests.helpers.trees import random_tree, two_branches
 
 
-def shared_with(row: TreeParams, num_ranks: int, rank: int) -> TreeParams:
-    """Return the row as one of several ranks holds it."""
-    slots = split_row(row.subtree_end.numpy(), num_ranks).slots
-    everyone = torch.from_numpy(slots.ravel())
-    share = ContextShare(
-        slots=torch.from_numpy(slots[rank]), slots_by_rank=everyone, place_of_slot=everyone.argsort(), group=None
-    )
-    return dataclasses.replace(row, share=share, cache={})
+class SharedRow(NamedTuple):
+    """A row as one of several ranks holds it, and which slots of it are this rank's and which they see."""
+
+    params: TreeParams
+    slots: torch.Tensor
+    seen: torch.Tensor
+
+
+def shared_with(row: TreeParams, num_ranks: int, rank: int, cu_seqlens: np.ndarray | None = None) -> SharedRow:
+    """Return the row as one of several ranks holds it, cut into blocks or, if given, within its sequences."""
+    ends = row.subtree_end.numpy()
+    layout = SimpleNamespace(context_size=num_ranks, context_rank=rank, context_group=None)
+    part = part_of_row(row.position_ids.numpy(), ends, layout, cu_seqlens)
+    split = split_row(ends, num_ranks) if cu_seqlens is None else split_sequences(cu_seqlens, num_ranks)
+    position_ids, subtree_end = torch.from_numpy(part.position_ids), torch.from_numpy(part.subtree_end)
+    params = TreeParams(position_ids=position_ids, subtree_end=subtree_end, share=part.share)
+    return SharedRow(params, torch.from_numpy(part.slots), torch.from_numpy(split.seen[rank]))
 
 
 def random_row(num_slots: int, seed: int, longest: int = 40) -> TreeParams:
@@ -101,9 +112,9 @@ def test_blocks_at_whose_edges_branches_and_windows_end():
 @pytest.mark.parametrize("window", [None, 50, 400])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_blocks_of_a_shared_row_are_those_of_the_ranks_own_slots(rank, window, size):
-    row = shared_with(random_row(1024, seed=5, longest=600), 2, rank)
-    seen = visible(row.share.slots, torch.arange(1024), row, window)
-    assert_blocks_compute(row_blocks(row, size, window), seen)
+    row = random_row(1024, seed=5, longest=600)
+    shared = shared_with(row, 2, rank)
+    assert_blocks_compute(row_blocks(shared.params, size, window), visible(shared.slots, shared.seen, row, window))
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -112,10 +123,11 @@ def test_the_mask_of_flex_attention_shows_what_is_visible(window):
     mask, slots = block_mask(row_blocks(row, (128, 128), window)), torch.arange(500)
     seen = mask.mask_mod(None, None, slots[:, None], slots[None, :])
     assert torch.equal(seen, visible(slots, slots, row, window))
-    shared = shared_with(random_row(512, seed=2), 2, 1)
-    mask, slots = block_mask(row_blocks(shared, (128, 128), window)), torch.arange(512)
-    seen = mask.mask_mod(None, None, torch.arange(256)[:, None], slots[None, :])
-    assert torch.equal(seen, visible(shared.share.slots, slots, shared, window))
+    row = random_row(512, seed=2)
+    shared = shared_with(row, 2, 1)
+    mask = block_mask(row_blocks(shared.params, (128, 128), window))
+    seen = mask.mask_mod(None, None, torch.arange(256)[:, None], torch.arange(len(shared.seen))[None, :])
+    assert torch.equal(seen, visible(shared.slots, shared.seen, row, window))
 
 
 @pytest.mark.parametrize("attend", [dense_tree_attention, host_tree_attention])
@@ -126,10 +138,10 @@ def test_ranks_that_share_a_row_attend_as_one_does(attend, window):
     query, key, value = (torch.randn(768, heads, 16, generator=generator) for heads in (4, 2, 2))
     whole = dense_tree_attention(query, key, value, row, scale=0.3, window=window)
     for rank in range(3):
-        share = shared_with(row, 3, rank)
-        slots = share.share.slots
-        assert torch.equal(share.local_positions, row.position_ids[slots])
-        ours = attend(query[slots], key, value, share, scale=0.3, window=window)
+        shared = shared_with(row, 3, rank)
+        slots, seen = shared.slots, shared.seen
+        assert torch.equal(shared.params.local_positions, row.position_ids[slots])
+        ours = attend(query[slots], key[seen], value[seen], shared.params, scale=0.3, window=window)
         torch.testing.assert_close(ours, whole[slots], rtol=1e-5, atol=1e-6)
 
 

@@ -46,7 +46,7 @@ def test_attention_of_a_shared_row_equals_its_twin(kernels, window, monkeypatch)
         pytest.skip("flash-attn-4 is not installed")
     monkeypatch.setattr(attention, "gpu_kernels", lambda query: kernels)
     for rank in range(2):
-        row = shared_with(random_row(1536, seed=1, longest=600), 2, rank)
+        row = shared_with(random_row(1536, seed=1, longest=600), 2, rank).params
         row.position_ids, row.subtree_end = row.position_ids.cuda(), row.subtree_end.cuda()
         row.share = dataclasses.replace(row.share, slots=row.share.slots.cuda())
         assert_like_its_twin(row, 64, torch.bfloat16, 2e-2, window)

@@ -22,13 +22,12 @@ from hf_megapack.loading import layout_alignment
 from hf_megapack.megatron import choice, sequences
 from hf_megapack.megatron.attention import TreeParams, dense_tree_attention, host_tree_attention
 from hf_megapack.megatron.backend import MegatronBackend
-from hf_megapack.megatron.context import share_row
 from hf_megapack.megatron.sequences import Sequences, fused_sequence_attention
 from hf_megapack.megatron.step import microbatch
-from hf_megapack.packing import Alignment, sequence_boundaries
+from hf_megapack.packing import Alignment, sequence_boundaries, split_sequences
 from tests.helpers.backend_args import backend_args
 from tests.helpers.reference_model import CONFIGS
-from tests.megatron.test_attention import random_qkv
+from tests.megatron.test_attention import random_qkv, shared_with
 from tests.megatron.test_layouts import WHOLE, examples
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_sequences_gpu.py has the real kernels")
@@ -131,12 +130,10 @@ def test_ranks_that_cut_sequences_attend_as_one_does(num_ranks, attend):
     query, key, value = (x.detach() for x in random_qkv(sum(sizes)))
     whole = dense_tree_attention(query, key, value, row, scale=0.3, window=20)
     for rank in range(num_ranks):
-        layout = SimpleNamespace(context_size=num_ranks, context_rank=rank, context_group=None)
-        slots, share = share_row(row.subtree_end.numpy(), layout, boundaries)
-        assert torch.equal(share.slots_by_rank[share.place_of_slot], torch.arange(sum(sizes)))
-        row.share, row.cache = share, {}
-        assert torch.equal(row.local_positions, row.position_ids[slots])
-        ours = attend(query[slots], key, value, row, scale=0.3, window=20)
+        shared = shared_with(row, num_ranks, rank, boundaries)
+        slots, seen = shared.slots, shared.seen
+        assert torch.equal(shared.params.local_positions, row.position_ids[slots])
+        ours = attend(query[slots], key[seen], value[seen], shared.params, scale=0.3, window=20)
         torch.testing.assert_close(ours, whole[slots], rtol=1e-12, atol=1e-12)
 
 
@@ -150,7 +147,7 @@ def test_a_microbatch_has_its_sequences_and_every_label_once():
             context_size=2, context_rank=rank, context_group="ranks", sequence_parallel=False, tensor_size=1
         )
         ids, params = microbatch(row, layout, num_loss_tokens=1, is_dummy=False, attention="thd")
-        slots = params.share.slots
+        slots = split_sequences(sequence_boundaries(row.subtree_end), 2).slots[rank]
         assert params.sequences.group == "ranks"
         assert params.sequences.cu_seqlens.tolist() == sequence_boundaries(row.subtree_end).tolist()
         assert params.sequences.longest == max(-(-e["input_ids"].size // 4) * 4 for e in examples()[:5])

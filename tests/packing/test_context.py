@@ -41,6 +41,28 @@ def test_every_slot_belongs_to_one_rank_and_pairs_are_what_a_loop_counts(num_ran
     assert split.num_pairs.sum() == num_visible_pairs(ends)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_rank_sees_the_blocks_of_which_one_of_its_slots_sees_a_slot(num_ranks, seed):
+    ends = tree_row(1500, 128 * num_ranks, seed)
+    split = split_row(ends, num_ranks)
+    for own, seen in zip(split.slots, split.seen, strict=True):
+        is_seen = [bool(((own >= slot) & (own < end)).any()) for slot, end in enumerate(ends)]
+        blocks = np.flatnonzero(np.reshape(is_seen, (-1, 128)).any(axis=1))
+        assert seen.tolist() == (blocks[:, None] * 128 + np.arange(128)).ravel().tolist()
+        assert np.isin(own, seen).all()
+
+
+def test_branches_stay_together_so_that_ranks_see_little_of_each_other():
+    """A prefix of two blocks under which six conversations of four blocks stand, or hang."""
+    six = 128 * np.repeat(np.arange(2, 27, 4)[1:], 4 * 128)
+    ends = np.concatenate([np.full(256, 26 * 128), six])
+    split = split_row(ends, 2)
+    assert split.imbalance < 1.02
+    of_others = [np.setdiff1d(seen, own).size // 128 for own, seen in zip(split.slots, split.seen, strict=True)]
+    assert sum(of_others) <= 8, "the prefix, and what two cuts leave"
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_ranks_do_nearly_equal_work_where_a_row_has_many_blocks(num_ranks):
     """Equal runs of a single long example would load the last rank with 2 - 1/n times the mean."""
@@ -81,6 +103,9 @@ def test_every_sequence_is_cut_into_chunks_that_ranks_take_from_both_ends(num_ra
     assert split.slots.tolist() == expected
     for rank in range(num_ranks):
         assert split.num_pairs[rank] == sum(int((ends[: slot + 1] > slot).sum()) for slot in split.slots[rank])
+        own = split.slots[rank]
+        is_seen = [bool(((own >= slot) & (own < end)).any()) for slot, end in enumerate(ends)]
+        assert split.seen[rank].tolist() == np.flatnonzero(is_seen).tolist()
     assert split.num_pairs.sum() == num_visible_pairs(ends)
     assert split.imbalance == 1.0
 

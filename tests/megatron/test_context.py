@@ -1,0 +1,79 @@
+"""What ranks that share a row fetch from each other, and where its gradient goes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_megapack.megatron.context import fetch_keys_and_values, part_of_row
+from hf_megapack.packing import split_row, split_sequences
+from tests.helpers.thread_ranks import run_on_threads
+from tests.helpers.trees import random_tree
+
+NUM_SLOTS = 1536
+
+
+def fetch(group, row, cu_seqlens, keys, values, grads):
+    """Return what this rank sees of keys and values, and the gradients of its own."""
+    position_ids, subtree_end = row
+    layout = SimpleNamespace(context_size=group.size(), context_rank=group.rank(), context_group=group)
+    part = part_of_row(position_ids, subtree_end, layout, cu_seqlens)
+    own = [x[part.slots].clone().requires_grad_() for x in (keys, values)]
+    seen = fetch_keys_and_values(*own, part.share)
+    given = [grad[group.rank(), : len(x)] for grad, x in zip(grads, seen, strict=True)]
+    return [x.detach() for x in seen], torch.autograd.grad(seen, own, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_each_rank_has_what_its_slots_see_and_gets_the_sum_of_its_gradients(num_ranks, is_flat, dtype, monkeypatch):
+    if is_flat:
+        sizes = np.array([24, 240, 72, 1200])
+        row = np.concatenate([np.arange(size) for size in sizes]), np.repeat(np.cumsum(sizes), sizes)
+        cu_seqlens = np.concatenate(([0], np.cumsum(sizes)))
+        split = split_sequences(cu_seqlens, num_ranks)
+    else:
+        row = tuple(x.numpy() for x in random_tree(NUM_SLOTS, seed=3, longest=300))
+        cu_seqlens, split = None, split_row(row[1], num_ranks)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, NUM_SLOTS, 2, 4, generator=generator, dtype=torch.float64).to(dtype)
+    grads = torch.randn(2, num_ranks, NUM_SLOTS, 2, 4, generator=generator, dtype=torch.float64).to(dtype)
+    results = run_on_threads(
+        num_ranks, lambda group: fetch(group, row, cu_seqlens, keys, values, grads), monkeypatch
+    )
+    totals = torch.zeros_like(grads[:, 0], dtype=torch.float64)
+    for rank, (seen, _) in enumerate(results):
+        slots = split.seen[rank]
+        assert torch.equal(torch.stack(seen), torch.stack((keys, values))[:, slots])
+        totals[:, slots] += grads[:, rank, : len(slots)]
+    for rank, (_, own_grads) in enumerate(results):
+        expected = totals[:, split.slots[rank]].to(dtype)
+        # The sum is rounded once, whatever the number of ranks.
+        torch.testing.assert_close(torch.stack(own_grads), expected, rtol=1e-12, atol=1e-12)
+    num_fetched = sum(seen.size for seen in split.seen) - NUM_SLOTS
+    assert 0 < num_fetched < (num_ranks - 1) * NUM_SLOTS, "some of the others' slots are needed, not all"
+
+
+def test_a_rank_counts_the_slots_that_it_sees():
+    """Prefix of 128 slots and two branches of 128: the first rank holds the prefix and itself a branch."""
+    positions = np.concatenate([np.arange(128), np.arange(128, 256), np.arange(128, 256), np.arange(128)])
+    ends = np.repeat([384, 256, 384, 512], 128)
+    parts = []
+    for rank in range(2):
+        layout = SimpleNamespace(context_size=2, context_rank=rank, context_group=None)
+        parts.append(part_of_row(positions, ends, layout))
+    first, second = parts
+    assert first.slots[::128].tolist() == [0, 128]
+    assert first.share.num_seen == 256
+    assert first.subtree_end[::128].tolist() == [256, 256]
+    assert first.share.sent.tolist() == list(range(128)), "the prefix"
+    assert first.share.received.tolist() == []
+    # The prefix, the second branch and what follows: the first branch does not exist here.
+    assert second.slots[::128].tolist() == [256, 384]
+    assert second.subtree_end[::128].tolist() == [256, 256, 384]
+    assert second.share.slots.tolist() == list(range(128, 384))
+    assert second.share.received.tolist() == list(range(128))
+    assert second.position_ids[::128].tolist() == [0, 128, 0]
+    assert (second.share.sent_sizes, second.share.received_sizes) == ([0, 0], [128, 0])
