@@ -21,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_megapack.kernels.tree_blocks import TreeBlocks, tree_blocks
-from hf_megapack.megatron.context import ContextShare, fetch_keys_and_values
+from hf_megapack.megatron.context import ContextShare, LossShare, fetch_keys_and_values
 from hf_megapack.megatron.flex_attention import block_mask, flex_attend
 from hf_megapack.megatron.sequences import Sequences, fused_sequence_attention
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
@@ -40,7 +40,9 @@ class TreeParams(PackedSeqParams):
         position_ids: Depth of each slot in its example. int64, shape (T,).
         subtree_end: First slot after the subtree that begins at each slot. int64, shape (T,).
         loss_slots: Which of this rank's slots have a label and count. int64, shape (num_loss_slots,).
-        loss_labels: Token that each of them predicts. int64, shape (num_loss_slots,).
+        loss_share: How these are evened out over the ranks that share the row; None to compute the losses of all of
+            them here.
+        loss_labels: Token that each slot predicts whose loss is computed here. int64, shape (num_losses,).
         loss_counts: Number of examples that learn it. int64, same shape.
         loss_scale: One over the loss-bearing tokens of the whole update.
         wants_logits: Return the logits of all slots instead of the loss.
@@ -54,6 +56,7 @@ class TreeParams(PackedSeqParams):
     position_ids: torch.Tensor | None = None
     subtree_end: torch.Tensor | None = None
     loss_slots: torch.Tensor | None = None
+    loss_share: LossShare | None = None
     loss_labels: torch.Tensor | None = None
     loss_counts: torch.Tensor | None = None
     loss_scale: float = 0.0

@@ -4,8 +4,12 @@ For tree attention each rank sends the others keys and values of the slots that 
 what it sent. A rank then counts slots as if the row had no others than those that its own see: order and visibility
 stay what they are. Attention over sequences passes keys and values from rank to rank itself.
 
+Labels fall on some slots only, on those of one rank more than on another's: before the head, hidden states travel until
+all ranks have equally many with a label.
+
 Shapes: L slots of this rank, T slots that they see, S slots sent to other ranks, one counted for each of them, R slots
-received, G key and value heads, D head size.
+received, G key and value heads, D head size; N slots of this rank that have a label, M whose losses it computes, C
+channels.
 """
 
 from dataclasses import dataclass
@@ -16,7 +20,7 @@ import torch.distributed as dist
 
 from hf_megapack.megatron.host import integers_on_device
 from hf_megapack.megatron.parallel import ParallelLayout
-from hf_megapack.packing.context import RowSplit, split_row, split_sequences
+from hf_megapack.packing.context import RowSplit, moves_to_even, split_row, split_sequences
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -66,17 +70,36 @@ class ContextShare:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class LossShare:
+    """Which losses one rank computes for others, or they for it.
+
+    Attributes:
+        num_kept: Of its own slots with a label, so many stay, the first ones.
+        sent_sizes: How many go to each rank, one rank after the other.
+        received_sizes: How many come from each.
+        group: The ranks that share the row.
+    """
+
+    num_kept: int
+    sent_sizes: list[int]
+    received_sizes: list[int]
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class RowPart:
     """What one rank needs to know of a row, on the host.
 
     Attributes:
-        slots: This rank's slots, in the row's count. int64, shape (L,).
+        slots_by_rank: Slots of each rank that shares the row, in the row's count. int64, shape (num_ranks, L).
+        slots: This rank's.
         position_ids: Depth in its example of each slot that they see. Integer, shape (T,).
         subtree_end: First of the seen slots after the subtree that begins at each, in their own count. Integer, shape
             (T,).
         share: Of the row, on the device; None where rows are not shared.
     """
 
+    slots_by_rank: np.ndarray
     slots: np.ndarray
     position_ids: np.ndarray
     subtree_end: np.ndarray
@@ -98,8 +121,9 @@ def part_of_row(
         DataError: If the row, or one of its sequences, cannot be cut into equal parts.
     """
     if layout.context_size == 1:
+        slots = np.arange(subtree_end.size)
         return RowPart(
-            slots=np.arange(subtree_end.size), position_ids=position_ids, subtree_end=subtree_end, share=None
+            slots_by_rank=slots[None], slots=slots, position_ids=position_ids, subtree_end=subtree_end, share=None
         )
     if cu_seqlens is None:
         split = split_row(subtree_end, layout.context_size)
@@ -107,11 +131,40 @@ def part_of_row(
         split = split_sequences(cu_seqlens, layout.context_size)
     seen = split.seen[layout.context_rank]
     return RowPart(
+        slots_by_rank=split.slots,
         slots=split.slots[layout.context_rank],
         position_ids=position_ids[seen],
         subtree_end=np.searchsorted(seen, subtree_end[seen]),
         share=ContextShare.of(split, layout.context_rank, layout.context_group),
     )
+
+
+def share_losses(is_learned: np.ndarray, part: RowPart, layout: ParallelLayout) -> tuple[np.ndarray, LossShare | None]:
+    """Return whose losses this rank computes.
+
+    Args:
+        is_learned: Which slots of the row have a label. bool, shape (num_slots,).
+        part: What this rank has of the row.
+        layout: Where this rank stands.
+
+    Returns:
+        The slots in the row's count, in the order in which `even_out` returns their hidden states, shape (M,); and the
+        share, None where every rank computes its own.
+    """
+    learned = [slots[is_learned[slots]] for slots in part.slots_by_rank]
+    rank = layout.context_rank
+    moves = moves_to_even(np.array([slots.size for slots in learned]))
+    if not moves.any():
+        return learned[rank], None
+    num_kept = [slots.size - moved for slots, moved in zip(learned, moves.sum(axis=1), strict=True)]
+    given = [np.split(slots[kept:], np.cumsum(row)) for slots, kept, row in zip(learned, num_kept, moves, strict=True)]
+    share = LossShare(
+        num_kept=int(num_kept[rank]),
+        sent_sizes=moves[rank].tolist(),
+        received_sizes=moves[:, rank].tolist(),
+        group=layout.context_group,
+    )
+    return np.concatenate([learned[rank][: share.num_kept], *(parts[rank] for parts in given)]), share
 
 
 def _places_among(slots: np.ndarray, others: np.ndarray, num_slots: int) -> np.ndarray:
@@ -186,3 +239,31 @@ def fetch_keys_and_values(
         Both in the row's order, shape (T, G, D).
     """
     return _FetchSlots.apply(key_LGD, value_LGD, share)
+
+
+class _EvenOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own, share):
+        ctx.share = share
+        kept, sent = own.tensor_split([share.num_kept])
+        return torch.cat((kept, _arrived(*_exchange(sent, share.sent_sizes, share.received_sizes, share.group))))
+
+    @staticmethod
+    def backward(ctx, grad):
+        share = ctx.share
+        kept, received = grad.tensor_split([share.num_kept])
+        returned = _exchange(received.contiguous(), share.received_sizes, share.sent_sizes, share.group)
+        return torch.cat((kept, _arrived(*returned))), None
+
+
+def even_out(hidden_NC: torch.Tensor, share: LossShare) -> torch.Tensor:
+    """Return hidden states of the slots whose losses this rank computes, from those of its own slots. A collective.
+
+    Args:
+        hidden_NC: Of this rank's slots with a label, ascending. Contiguous, shape (N, C).
+        share: From `share_losses`.
+
+    Returns:
+        Shape (M, C).
+    """
+    return _EvenOut.apply(hidden_NC, share)

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 from hf_megapack.errors import ConfigError
 from hf_megapack.megatron.attention import TreeParams
 from hf_megapack.megatron.chunks import ModelChunks
+from hf_megapack.megatron.context import even_out
 from hf_megapack.megatron.dispatch import put_in_dispatchers
 from hf_megapack.megatron.families import DenseFamily
 from hf_megapack.megatron.flex_attention import allow_compilations
@@ -90,8 +91,11 @@ class TreeGPTModel(GPTModel):
         hidden_TD = hidden_states.squeeze(1)
         if params.wants_logits:
             return hidden_TD @ head.T
+        hidden_ND = hidden_TD.index_select(0, params.loss_slots)
+        if params.loss_share is not None:
+            hidden_ND = even_out(hidden_ND, params.loss_share)
         return frozen_head_loss(
-            hidden_TD.index_select(0, params.loss_slots),
+            hidden_ND,
             head,
             params.loss_labels,
             params.loss_counts,
@@ -150,7 +154,7 @@ def transformer_config(
         recompute_num_layers=0 if options.recompute in ("full", "auto") else None,
         fp8="hybrid" if options.fp8 else None,
         fp8_recipe=options.fp8 or "delayed",
-        # Context parallelism stays out of Megatron-Core: TreeAttention gathers keys and values itself.
+        # Context parallelism stays out of Megatron-Core: TreeAttention fetches keys and values itself.
         tensor_model_parallel_size=layout.tensor_size,
         sequence_parallel=layout.sequence_parallel,
         pipeline_model_parallel_size=layout.pipeline_size,

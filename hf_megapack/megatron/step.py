@@ -17,7 +17,7 @@ from hf_megapack.batch import IGNORE_LABEL, PackedBatch, PackedRow, StepResult
 from hf_megapack.errors import DataError
 from hf_megapack.megatron.attention import TreeParams
 from hf_megapack.megatron.chunks import ModelChunks
-from hf_megapack.megatron.context import part_of_row
+from hf_megapack.megatron.context import part_of_row, share_losses
 from hf_megapack.megatron.host import compute_device, host_device, integers_on_device
 from hf_megapack.megatron.loss import LossTerms
 from hf_megapack.megatron.model import TreeGPTModel
@@ -66,10 +66,8 @@ def microbatch(
             f"pack with packed_multiple {layout.tensor_size * layout.context_size}, which MegaPackTrainer's own "
             "collator does."
         )
-    labels, weights = row.labels[slots], row.loss_weights[slots]
-    learned = np.flatnonzero((labels != IGNORE_LABEL) & (weights > 0))
-    if is_dummy:
-        learned = learned[:0]
+    is_learned = (row.labels != IGNORE_LABEL) & (row.loss_weights > 0) & (not is_dummy)
+    computed, loss_share = share_losses(is_learned, part, layout)
     longest = int(row.position_ids.max()) + 1
     params = TreeParams(
         qkv_format="sbhd",
@@ -77,9 +75,10 @@ def microbatch(
         max_seqlen_kv=longest,
         position_ids=integers_on_device(part.position_ids),
         subtree_end=integers_on_device(part.subtree_end),
-        loss_slots=integers_on_device(learned),
-        loss_labels=integers_on_device(labels[learned]),
-        loss_counts=integers_on_device(weights[learned]),
+        loss_slots=integers_on_device(np.flatnonzero(is_learned[slots])),
+        loss_labels=integers_on_device(row.labels[computed]),
+        loss_counts=integers_on_device(row.loss_weights[computed]),
+        loss_share=loss_share,
         loss_scale=1.0 / num_loss_tokens,
         share=part.share,
         num_expert_places=num_expert_places,

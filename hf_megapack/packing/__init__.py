@@ -6,7 +6,7 @@ often as it occurs; nothing is truncated, dropped or moved to another update. Th
 
 from hf_megapack.packing.alignment import NO_ALIGNMENT, Alignment
 from hf_megapack.packing.bins import PACKING_STRATEGIES, adjust_bin_count, pack_sequences
-from hf_megapack.packing.context import RowSplit, sequence_boundaries, split_row, split_sequences
+from hf_megapack.packing.context import RowSplit, moves_to_even, sequence_boundaries, split_row, split_sequences
 from hf_megapack.packing.examples import ExampleSet, gather_examples
 from hf_megapack.packing.grouping import PrefixOrder, order_by_prefix, prefix_families, shuffle_by_prefix
 from hf_megapack.packing.plan import UpdatePlan, plan_update
@@ -32,6 +32,7 @@ __all__ = [
     "estimate_sharing",
     "gather_examples",
     "lay_out_row",
+    "moves_to_even",
     "num_visible_pairs",
     "order_by_prefix",
     "pack_sequences",

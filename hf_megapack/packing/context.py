@@ -3,7 +3,7 @@
 Later slots of a row see more than earlier ones, and deep branches more than roots, so equal runs would load the ranks
 unequally. Each rank gets a run of blocks that begins where the work in it comes out even instead. Runs keep branches
 together: a rank then sees few slots of the others beyond the prefixes that they share, and only those travel. A row
-without shared prefixes can also be cut sequence by sequence: each rank then gets an early and a late chunk of every one.
+without shared prefixes can also be cut sequence by sequence: each rank then gets an early and a late chunk of each.
 """
 
 from dataclasses import dataclass
@@ -81,11 +81,10 @@ def split_row(subtree_end: np.ndarray, num_ranks: int) -> RowSplit:
 
 
 def _deal_runs(pairs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the blocks of each rank: of those that are left, one run whose work is the mean of the ranks that are left.
+    """Return the blocks of each rank: a run of those that no rank before has, with its equal part of their work.
 
-    The blocks that are left count as a ring. Over all places where a run can begin, its work is the mean on average, and
-    from one place to the next it changes by the difference of two blocks: somewhere it is the mean, but for less than
-    that.
+    The blocks that are left count as a ring. Over all places where a run can begin, its work is that part on average,
+    and from one place to the next it changes by the difference of two blocks: somewhere it is off by less than that.
 
     Args:
         pairs: Work of each block. int64, shape (num_blocks,).
@@ -145,6 +144,31 @@ def _seen_slots(subtree_end: np.ndarray, own: np.ndarray, block: int) -> np.ndar
     num_before = np.concatenate(([0], np.cumsum(is_own)))
     is_seen = num_before[subtree_end] > num_before[:-1]
     return np.flatnonzero(np.repeat(is_seen.reshape(-1, block).any(axis=1), block))
+
+
+def moves_to_even(counts: np.ndarray) -> np.ndarray:
+    """Return how many things each rank gives each other so that all have equally many, or one more than others.
+
+    Args:
+        counts: Things that each rank has. Integer, shape (num_ranks,).
+
+    Returns:
+        int64, shape (num_ranks, num_ranks): what the first gives the second. No rank gives and gets.
+
+    Example:
+        >>> moves_to_even(np.array([1, 8, 3])).tolist()
+        [[0, 0, 0], [3, 0, 1], [0, 0, 0]]
+    """
+    num_ranks, total = counts.size, int(counts.sum())
+    surplus = counts - (total // num_ranks + (np.arange(num_ranks) < total % num_ranks))
+    moves = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    for giver in np.flatnonzero(surplus > 0):
+        for taker in np.flatnonzero(surplus < 0):
+            moved = min(surplus[giver], -surplus[taker])
+            moves[giver, taker] = moved
+            surplus[giver] -= moved
+            surplus[taker] += moved
+    return moves
 
 
 def sequence_boundaries(subtree_end: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_megapack.megatron.context import fetch_keys_and_values, part_of_row
+from hf_megapack.megatron.context import even_out, fetch_keys_and_values, part_of_row, share_losses
 from hf_megapack.packing import split_row, split_sequences
 from tests.helpers.thread_ranks import run_on_threads
 from tests.helpers.trees import random_tree
@@ -40,9 +40,7 @@ def test_each_rank_has_what_its_slots_see_and_gets_the_sum_of_its_gradients(num_
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, NUM_SLOTS, 2, 4, generator=generator, dtype=torch.float64).to(dtype)
     grads = torch.randn(2, num_ranks, NUM_SLOTS, 2, 4, generator=generator, dtype=torch.float64).to(dtype)
-    results = run_on_threads(
-        num_ranks, lambda group: fetch(group, row, cu_seqlens, keys, values, grads), monkeypatch
-    )
+    results = run_on_threads(num_ranks, lambda group: fetch(group, row, cu_seqlens, keys, values, grads), monkeypatch)
     totals = torch.zeros_like(grads[:, 0], dtype=torch.float64)
     for rank, (seen, _) in enumerate(results):
         slots = split.seen[rank]
@@ -77,3 +75,33 @@ def test_a_rank_counts_the_slots_that_it_sees():
     assert second.share.received.tolist() == list(range(128))
     assert second.position_ids[::128].tolist() == [0, 128, 0]
     assert (second.share.sent_sizes, second.share.received_sizes) == ([0, 0], [128, 0])
+
+
+def even_losses(group, row, is_learned, hidden, grads):
+    """Return the slots whose losses this rank computes, their hidden states, and the gradients of its own."""
+    layout = SimpleNamespace(context_size=group.size(), context_rank=group.rank(), context_group=group)
+    part = part_of_row(*row, layout)
+    slots, share = share_losses(is_learned, part, layout)
+    own_slots = part.slots[is_learned[part.slots]]
+    own = hidden[own_slots].requires_grad_()
+    evened = own if share is None else even_out(own, share)
+    return slots, evened.detach(), own_slots, torch.autograd.grad(evened, own, grads[slots])[0]
+
+
+@pytest.mark.parametrize("num_learned", [0, 1, 5, 700])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_compute_equally_many_losses_and_get_the_gradients_of_their_own(num_ranks, num_learned, monkeypatch):
+    row = tuple(x.numpy() for x in random_tree(NUM_SLOTS, seed=3, longest=300))
+    is_learned = np.zeros(NUM_SLOTS, dtype=bool)
+    # Close together: most of them are one rank's.
+    is_learned[100 : 100 + num_learned] = True
+    generator = torch.Generator().manual_seed(0)
+    hidden, grads = torch.randn(2, NUM_SLOTS, 8, generator=generator, dtype=torch.float64)
+    results = run_on_threads(num_ranks, lambda group: even_losses(group, row, is_learned, hidden, grads), monkeypatch)
+    computed = np.concatenate([slots for slots, *_ in results])
+    assert np.array_equal(np.sort(computed), np.flatnonzero(is_learned)), "each loss once"
+    sizes = [slots.size for slots, *_ in results]
+    assert max(sizes) - min(sizes) <= 1
+    for slots, evened, own_slots, own_grads in results:
+        assert torch.equal(evened, hidden[slots])
+        assert torch.equal(own_grads, grads[own_slots])

@@ -4,10 +4,19 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import DataError
-from hf_megapack.packing import Alignment, num_visible_pairs, sequence_boundaries, split_row, split_sequences
+from hf_megapack.packing import (
+    Alignment,
+    moves_to_even,
+    num_visible_pairs,
+    sequence_boundaries,
+    split_row,
+    split_sequences,
+)
 
 
 def tree_row(num_slots: int, multiple: int, seed: int) -> np.ndarray:
@@ -75,6 +84,17 @@ def test_ranks_do_nearly_equal_work_where_a_row_has_many_blocks(num_ranks):
 def test_a_row_that_does_not_divide_is_refused_with_its_size():
     with pytest.raises(DataError, match="A row of 384 slots cannot be shared by 2"):
         split_row(np.full(384, 384), 2)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6))
+def test_moves_even_out_with_as_few_as_there_must_be(counts):
+    counts = np.array(counts)
+    moves = moves_to_even(counts)
+    after = counts - moves.sum(axis=1) + moves.sum(axis=0)
+    assert (moves >= 0).all()
+    assert after.sum() == counts.sum()
+    assert after.max() - after.min() <= 1
+    assert not ((moves.sum(axis=1) > 0) & (moves.sum(axis=0) > 0)).any(), "nobody gives and gets"
 
 
 def flat_row(multiple: int, seed: int) -> np.ndarray:
