@@ -13,8 +13,10 @@ GPU with other rows, and the same one GPU against IEEE float32 (no TF32) with we
 
 Scaling: Qwen3-8B's shape with fewer layers. Seconds are the median of `run_step`, which ends with the summed gradient
 on every rank, over repetitions of the same update. One GPU runs the examples of an update of two as several of its
-own, `--examples` in each; DP2 takes twice as many at once, CP2 as many. The bound of a plan is the cost of one GPU's
-rows over the cost of the busier rank, by the scheduler's model; balance is that rank's part in useful work alone.
+own, `--examples` in each; DP2 takes twice as many at once, CP2 as many. Both GPUs do so at the same time, each by
+itself: they share power and cooling and differ by some percent, and two together are as fast as the slower one, which
+is what speed-ups refer to. The bound of a plan is the cost of one GPU's rows over the cost of the busier rank, by the
+scheduler's model; balance is that rank's part in useful work alone.
 """
 
 import argparse
@@ -205,7 +207,7 @@ def write_json(path: Path | None, found: dict, timings: dict[str, list[Timing]])
 
 
 def run(rank: int, options: argparse.Namespace) -> None:
-    """Run one GPU's part alone, then both together; print the tables last.
+    """Run the parts of each GPU alone, then both together; print the tables last.
 
     Args:
         rank: Of this process among both.
@@ -215,21 +217,24 @@ def run(rank: int, options: argparse.Namespace) -> None:
     found: dict[str, Difference] = {}
     worlds.join(1)
     alone = {} if "exactness" in options.skip else exactness_alone(rank, options)
-    if "scaling" not in options.skip and rank == 0:
+    of_each_gpu: list[list[Timing]] = [[] for _ in range(worlds.SIZE)]
+    if "scaling" not in options.skip:
         # CP2 takes the first of each pair of updates, DP2 both.
         starts = {start + step * options.examples for start in options.starts for step in range(worlds.SIZE)}
-        timings["one GPU"] = time_updates("one GPU", sorted(starts), options)
+        of_each_gpu[rank] = time_updates("one GPU", sorted(starts), options)
     worlds.leave()
     worlds.join(worlds.SIZE)
+    if "scaling" not in options.skip:
+        dist.all_gather_object(of_each_gpu, of_each_gpu[rank])
     for name in () if "scaling" in options.skip else ("DP2", "CP2"):
         if has_time(name, options):
             timings[name] = time_updates(name, options.starts, options)
     if "exactness" not in options.skip:
         found = exactness_together(alone, options)
     if rank == 0:
-        write_json(options.json, found, timings)
+        write_json(options.json, found, timings | {f"GPU {i}": timed for i, timed in enumerate(of_each_gpu)})
         if timings:
-            print_scaling(timings, options)
+            print_scaling(of_each_gpu, timings, options)
         if found:
             print_exactness(found)
         print(f"\n{time.monotonic() - options.began:.0f} s in all", flush=True)

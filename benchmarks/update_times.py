@@ -126,23 +126,27 @@ def time_updates(name: str, starts: Sequence[int], options: argparse.Namespace) 
     return timings
 
 
-def print_scaling(timings: dict[str, list[Timing]], options: argparse.Namespace) -> None:
+def print_scaling(
+    of_each_gpu: Sequence[Sequence[Timing]], timings: dict[str, list[Timing]], options: argparse.Namespace
+) -> None:
     """Print each update's speed-up beside its bound, then all updates of a layout together.
 
     Args:
-        timings: Of each layout; "one GPU" has every update that the others consist of.
+        of_each_gpu: Every update that those of the layouts consist of, timed on each GPU by itself.
+        timings: Of each layout.
         options: The command line.
     """
-    alone = {timing.start: timing for timing in timings["one GPU"]}
+    alone = {parts[0].start: max(parts, key=lambda part: part.median) for parts in zip(*of_each_gpu, strict=True)}
     print(
         f"\nScaling, Qwen3-8B shape, {options.layers} layers, recompute {options.recompute}\n"
-        "| layout | examples | rows | dummies | s (slowest) | one GPU s | speed-up | balance | bound | of the bound "
+        "| layout | examples | rows | dummies | s (slowest) | slower GPU s | speed-up | balance | bound | of the bound "
         "| peak GiB |\n|" + "---|" * 11
     )
-    for timing in timings["one GPU"]:
-        where = f"{timing.start} to {timing.start + timing.examples}"
-        seconds = f"{timing.median:.4f} ({max(timing.seconds):.4f})"
-        print(f"| one GPU | {where} | {timing.rows} | 0 | {seconds} | | | | | | {timing.peak_gib:.1f} |")
+    for index, timed in enumerate(of_each_gpu):
+        for timing in timed:
+            where = f"{timing.start} to {timing.start + timing.examples}"
+            seconds = f"{timing.median:.4f} ({max(timing.seconds):.4f})"
+            print(f"| GPU {index} | {where} | {timing.rows} | 0 | {seconds} | | | | | | {timing.peak_gib:.1f} |")
     for name in ("DP2", "CP2"):
         shares = []
         for timing in timings.get(name, []):

@@ -59,7 +59,7 @@ class ContextShare:
         received = [_places_among(seen, other, split.slots.size) for other in split.slots]
         sent[rank] = received[rank] = np.empty(0, dtype=np.int64)
         return cls(
-            slots=integers_on_device(np.searchsorted(seen, own)),
+            slots=integers_on_device(_places_among(seen, own, split.slots.size)),
             num_seen=seen.size,
             sent=integers_on_device(np.concatenate(sent)),
             received=integers_on_device(np.concatenate(received)),
@@ -130,11 +130,14 @@ def part_of_row(
     else:
         split = split_sequences(cu_seqlens, layout.context_size)
     seen = split.seen[layout.context_rank]
+    num_seen_before = np.zeros(subtree_end.size + 1, dtype=np.int64)
+    num_seen_before[seen + 1] = 1
+    num_seen_before = np.cumsum(num_seen_before)
     return RowPart(
         slots_by_rank=split.slots,
         slots=split.slots[layout.context_rank],
         position_ids=position_ids[seen],
-        subtree_end=np.searchsorted(seen, subtree_end[seen]),
+        subtree_end=num_seen_before[subtree_end[seen]],
         share=ContextShare.of(split, layout.context_rank, layout.context_group),
     )
 

@@ -13,6 +13,8 @@ import numpy as np
 from hf_megapack.errors import DataError
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
 
+# Of a block that is computed with a mask, beside what it costs without: FlashAttention-4 on an H200.
+_COST_OF_MASK = 1
 # Runs are even up to a block. Blocks are then exchanged until the most loaded rank is this close to the mean.
 _EVEN_ENOUGH = 1.0005
 
@@ -26,16 +28,19 @@ class RowSplit:
         seen: Slots that some slot of each rank sees, its own among them, ascending; where the row was cut into blocks,
             all slots of their blocks. int64, one array per rank.
         num_pairs: Visible pairs that each rank computes: slots that its own slots see. int64, shape (num_ranks,).
+        work: What each rank's attention costs: blocks of queries and keys with visible pairs, those that hold other
+            pairs too counted twice; where sequences were cut, the pairs. int64, shape (num_ranks,).
     """
 
     slots: np.ndarray
     seen: tuple[np.ndarray, ...]
     num_pairs: np.ndarray
+    work: np.ndarray
 
     @property
     def imbalance(self) -> float:
-        """Pairs of the most loaded rank over the mean: the factor by which attention waits for it."""
-        return float(self.num_pairs.max() / self.num_pairs.mean())
+        """Work of the most loaded rank over the mean: the factor by which attention waits for it."""
+        return float(self.work.max() / self.work.mean())
 
 
 def split_row(subtree_end: np.ndarray, num_ranks: int) -> RowSplit:
@@ -67,60 +72,85 @@ def split_row(subtree_end: np.ndarray, num_ranks: int) -> RowSplit:
             f"{CONTEXT_BLOCK}; pack with packed_multiple {CONTEXT_BLOCK * num_ranks}, which MegaPackTrainer's own "
             "collator does."
         )
-    # A slot is seen from itself on and by no slot from its subtree's end on.
-    change = np.ones(num_slots + 1, dtype=np.int64)
-    np.subtract.at(change, subtree_end, 1)
-    num_seen = np.cumsum(change[:num_slots])
-    pairs = num_seen.reshape(-1, CONTEXT_BLOCK).sum(axis=1)
-    blocks = _deal_runs(pairs, num_ranks)
-    _even_out(blocks, pairs)
-    blocks = np.sort(blocks, axis=1)
+    work = _work_of_blocks(subtree_end)
+    blocks = _deal_runs(work, num_ranks)
+    _even_out(blocks, work)
+    blocks.sort(axis=1)
     slots = (blocks[:, :, None] * CONTEXT_BLOCK + np.arange(CONTEXT_BLOCK)).reshape(num_ranks, -1)
-    seen = tuple(_seen_slots(subtree_end, own, CONTEXT_BLOCK) for own in slots)
-    return RowSplit(slots=slots, seen=seen, num_pairs=pairs[blocks].sum(axis=1))
+    # A slot is seen from itself on and by no slot from its subtree's end on.
+    num_seen = np.cumsum(1 - np.bincount(subtree_end, minlength=num_slots + 1)[:num_slots])
+    return RowSplit(
+        slots=slots,
+        seen=tuple(_seen_slots(subtree_end, own, CONTEXT_BLOCK) for own in slots),
+        num_pairs=num_seen.reshape(-1, CONTEXT_BLOCK).sum(axis=1)[blocks].sum(axis=1),
+        work=work[blocks].sum(axis=1),
+    )
 
 
-def _deal_runs(pairs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return the blocks of each rank: a run of those that no rank before has, with its equal part of their work.
+def _work_of_blocks(subtree_end: np.ndarray) -> np.ndarray:
+    """Return what attention of each block's queries costs, in blocks of keys: one seen in part is computed with a mask.
+
+    Args:
+        subtree_end: First slot after the subtree that begins at each slot. Integer, shape (num_slots,).
+
+    Returns:
+        int64, shape (num_slots / CONTEXT_BLOCK,).
+    """
+    ends = subtree_end.reshape(-1, CONTEXT_BLOCK)
+    num_blocks = len(ends)
+    block = np.arange(num_blocks)
+    # The blocks of queries that see some of a block of keys, then those that see all of it: from one to before another.
+    some = _count_covering(block, (ends.max(axis=1) - 1) // CONTEXT_BLOCK + 1, num_blocks)
+    whole = _count_covering(block + 1, np.maximum(ends.min(axis=1) // CONTEXT_BLOCK, block + 1), num_blocks)
+    return some + _COST_OF_MASK * (some - whole)
+
+
+def _count_covering(start: np.ndarray, stop: np.ndarray, size: int) -> np.ndarray:
+    """Return how many of the ranges from `start` to before `stop` hold each of the first `size` numbers."""
+    begun, ended = (np.bincount(places, minlength=size + 1)[:size] for places in (start, stop))
+    return np.cumsum(begun - ended)
+
+
+def _deal_runs(work: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Return the blocks of each rank: a run of those that no rank before it has, with its equal part of their work.
 
     The blocks that are left count as a ring. Over all places where a run can begin, its work is that part on average,
     and from one place to the next it changes by the difference of two blocks: somewhere it is off by less than that.
 
     Args:
-        pairs: Work of each block. int64, shape (num_blocks,).
+        work: Of each block. int64, shape (num_blocks,).
         num_ranks: A divisor of the number of blocks.
 
     Returns:
         int64, shape (num_ranks, blocks per rank).
     """
-    left, size = np.arange(pairs.size), pairs.size // num_ranks
+    left, size = np.arange(work.size), work.size // num_ranks
     dealt = []
     for num_left in range(num_ranks, 0, -1):
-        work = pairs[left]
-        before = np.concatenate(([0], np.cumsum(np.tile(work, 2))))
+        before = np.concatenate(([0], np.cumsum(np.tile(work[left], 2))))
         work_of_run = before[size : size + left.size] - before[: left.size]
-        begin = np.argmin(np.abs(work_of_run * num_left - work.sum()))
+        begin = np.argmin(np.abs(work_of_run * num_left - before[left.size]))
         places = (begin + np.arange(size)) % left.size
         dealt.append(left[places])
         left = np.delete(left, places)
     return np.stack(dealt)
 
 
-def _even_out(blocks: np.ndarray, pairs: np.ndarray) -> None:
+def _even_out(blocks: np.ndarray, work: np.ndarray) -> None:
     """Let the most loaded rank exchange a block with another while that helps, in place.
 
     Args:
         blocks: Blocks of each rank. int64, shape (num_ranks, blocks per rank).
-        pairs: Work of each block. int64, shape (num_blocks,).
+        work: Of each block. int64, shape (num_blocks,).
     """
     # Each exchange brings two loads closer together, so there is an end; few are needed.
     while True:
-        work = pairs[blocks]
-        loads = work.sum(axis=1)
+        dealt = work[blocks]
+        loads = dealt.sum(axis=1)
         most = int(loads.argmax())
         if loads[most] <= _EVEN_ENOUGH * loads.mean():
             return
-        moved = work[most][:, None] - work.ravel()
+        moved = dealt[most][:, None] - dealt.ravel()
         other_load = np.repeat(loads, blocks.shape[1])
         higher = np.maximum(loads[most] - moved, other_load + moved)
         give, take = np.unravel_index(higher.argmin(), higher.shape)
@@ -229,4 +259,5 @@ def split_sequences(cu_seqlens: np.ndarray, num_ranks: int) -> RowSplit:
     owner = np.minimum(chunk, 2 * num_ranks - 1 - chunk)
     slots = np.argsort(owner, kind="stable").reshape(num_ranks, -1)
     seen = tuple(_seen_slots(np.repeat(cu_seqlens[1:], sizes), own, 1) for own in slots)
-    return RowSplit(slots=slots, seen=seen, num_pairs=(position + 1)[slots].sum(axis=1))
+    num_pairs = (position + 1)[slots].sum(axis=1)
+    return RowSplit(slots=slots, seen=seen, num_pairs=num_pairs, work=num_pairs)
