@@ -29,7 +29,8 @@ class ContextShare:
 
     Attributes:
         slots: Where this rank's slots stand among those that they see, ascending. int64, shape (L,).
-        num_seen: T.
+        pieces: The seen slots as runs, each of which follows the one before: whether it is of this rank's slots or of
+            those received, its first place there and the one after its last.
         sent: Which of this rank's slots each other rank sees, one rank after the other. int64, shape (S,).
         received: Where what the others send stands among the seen slots, one rank after the other. int64, shape (R,).
         sent_sizes: How many go to each rank, none to this one.
@@ -38,7 +39,7 @@ class ContextShare:
     """
 
     slots: torch.Tensor
-    num_seen: int
+    pieces: list[tuple[bool, int, int]]
     sent: torch.Tensor
     received: torch.Tensor
     sent_sizes: list[int]
@@ -58,9 +59,10 @@ class ContextShare:
         sent = [_places_among(own, other, split.slots.size) for other in split.seen]
         received = [_places_among(seen, other, split.slots.size) for other in split.slots]
         sent[rank] = received[rank] = np.empty(0, dtype=np.int64)
+        own_places = _places_among(seen, own, split.slots.size)
         return cls(
-            slots=integers_on_device(_places_among(seen, own, split.slots.size)),
-            num_seen=seen.size,
+            slots=integers_on_device(own_places),
+            pieces=_pieces(own_places, np.concatenate(received)),
             sent=integers_on_device(np.concatenate(sent)),
             received=integers_on_device(np.concatenate(received)),
             sent_sizes=[places.size for places in sent],
@@ -170,6 +172,22 @@ def share_losses(is_learned: np.ndarray, part: RowPart, layout: ParallelLayout) 
     return np.concatenate([learned[rank][: share.num_kept], *(parts[rank] for parts in given)]), share
 
 
+def _pieces(own: np.ndarray, received: np.ndarray) -> list[tuple[bool, int, int]]:
+    """Return where each of the seen slots comes from, as runs: see `ContextShare`.
+
+    Args:
+        own: Places of this rank's slots among the seen ones, ascending.
+        received: Places of those received, in the order in which they come.
+    """
+    is_own = np.zeros(own.size + received.size, dtype=bool)
+    is_own[own] = True
+    source = np.empty(is_own.size, dtype=np.int64)
+    source[own], source[received] = np.arange(own.size), np.arange(received.size)
+    starts = np.flatnonzero((np.diff(source, prepend=-1) != 1) | (np.diff(is_own, prepend=~is_own[:1])))
+    sizes = np.diff(starts, append=is_own.size)
+    return list(zip(is_own[starts].tolist(), source[starts].tolist(), (source[starts] + sizes).tolist(), strict=True))
+
+
 def _places_among(slots: np.ndarray, others: np.ndarray, num_slots: int) -> np.ndarray:
     """Return where in `slots` those stand that are among others, of a row of so many slots."""
     is_among = np.zeros(num_slots, dtype=bool)
@@ -178,7 +196,7 @@ def _places_among(slots: np.ndarray, others: np.ndarray, num_slots: int) -> np.n
 
 
 class _FetchSlots(torch.autograd.Function):
-    """Fetch two tensors at once: while they travel, what this rank has itself is put in its place."""
+    """Fetch two tensors: while one travels, the other is put together."""
 
     @staticmethod
     def forward(ctx, key, value, share):
@@ -187,12 +205,9 @@ class _FetchSlots(torch.autograd.Function):
             _exchange(local.index_select(0, share.sent), share.sent_sizes, share.received_sizes, share.group)
             for local in (key, value)
         ]
-        seen = [
-            local.new_empty(share.num_seen, *local.shape[1:]).index_copy_(0, share.slots, local)
-            for local in (key, value)
-        ]
         return tuple(
-            tensor.index_copy_(0, share.received, _arrived(*one)) for tensor, one in zip(seen, travelling, strict=True)
+            _put_together(local, _arrived(*one), share.pieces)
+            for local, one in zip((key, value), travelling, strict=True)
         )
 
     @staticmethod
@@ -216,6 +231,11 @@ def _exchange(
 def _arrived(tensor: torch.Tensor, work: dist.Work) -> torch.Tensor:
     work.wait()
     return tensor
+
+
+def _put_together(own: torch.Tensor, received: torch.Tensor, pieces: list[tuple[bool, int, int]]) -> torch.Tensor:
+    """Return the seen slots, by one copy of runs: copies of single slots take several times as long."""
+    return torch.cat([(own if is_own else received)[start:stop] for is_own, start, stop in pieces])
 
 
 def _add(own: torch.Tensor, returned: torch.Tensor, share: ContextShare) -> torch.Tensor:
