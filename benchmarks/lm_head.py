@@ -27,7 +27,7 @@ from hf_megapack.megatron.loss import frozen_head_loss
 
 VOCABULARY, HIDDEN = 151_936, 4_096
 PACKAGES = ("torch", "triton", "liger-kernel", "cut-cross-entropy")
-SWEPT_CHUNKS = tuple((rows, columns) for rows in (512, 1024, 2048, 4096) for columns in (4096, 8192, 16384, 32768))
+SWEPT_CHUNKS = ((1024, 25_344), (1024, 38_016), (2048, 12_672), (2048, 16_896), (4096, 8_448), (8192, 4_224))
 SWEPT_LAUNCHES = ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 32))
 
 Data = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -35,7 +35,7 @@ from hf_megapack.kernels.cross_entropy_triton import (
 )
 
 # Slots that go through the vocabulary together at most.
-MOST_ROWS = 1024
+MOST_ROWS = 2048
 # Logits of a chunk at most: 128 MiB of float32.
 MOST_LOGITS = 2**25
 # Rows and columns that a processor computes at once in the products that cuBLAS chooses here, on Hopper.

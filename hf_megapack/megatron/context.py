@@ -7,12 +7,13 @@ stay what they are. Attention over sequences passes keys and values from rank to
 Labels fall on some slots only, on those of one rank more than on another's: before the head, hidden states travel until
 all ranks have equally many with a label.
 
-Shapes: L slots of this rank, T slots that they see, S slots sent to other ranks, one counted for each of them, R slots
-received, G key and value heads, D head size; N slots of this rank that have a label, M whose losses it computes, C
-channels.
+Shapes: L slots of this rank, T slots that they see, G key and value heads, D head size; N slots of this rank that have
+a label, M slots whose losses it computes, C channels.
 """
 
+import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,28 +23,42 @@ from hf_megapack.megatron.host import integers_on_device
 from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.packing.context import RowSplit, moves_to_even, split_row, split_sequences
 
+# For each rank some runs of slots: the first and one after the last.
+Places = list[list[tuple[int, int]]]
+
+
+class Run(NamedTuple):
+    """Some of the seen slots that follow one another.
+
+    Attributes:
+        rank: Which rank's they are, among those that share the row.
+        first: Where they begin among what that rank sends; if it is this rank, among its own slots.
+        size: How many they are.
+    """
+
+    rank: int
+    first: int
+    size: int
+
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class ContextShare:
-    """What one rank holds of a row, on its device.
+    """What one rank holds of a row.
 
     Attributes:
-        slots: Where this rank's slots stand among those that they see, ascending. int64, shape (L,).
-        pieces: The seen slots as runs, each of which follows the one before: whether it is of this rank's slots or of
-            those received, its first place there and the one after its last.
-        sent: Which of this rank's slots each other rank sees, one rank after the other. int64, shape (S,).
-        received: Where what the others send stands among the seen slots, one rank after the other. int64, shape (R,).
-        sent_sizes: How many go to each rank, none to this one.
-        received_sizes: How many come from each rank.
+        slots: Where this rank's slots stand among those that they see, ascending. int64, shape (L,), on the device.
+        rank: This rank, among those that share the row.
+        runs: The seen slots in their order.
+        places: Where each rank's slots stand among the seen ones.
+        sent: Which of this rank's slots each rank sees; none for this rank.
         group: The ranks that share the row.
     """
 
     slots: torch.Tensor
-    pieces: list[tuple[bool, int, int]]
-    sent: torch.Tensor
-    received: torch.Tensor
-    sent_sizes: list[int]
-    received_sizes: list[int]
+    rank: int
+    runs: list[Run]
+    places: Places
+    sent: Places
     group: dist.ProcessGroup | None
 
     @classmethod
@@ -55,20 +70,32 @@ class ContextShare:
             rank: Among those that share it.
             group: These ranks.
         """
-        own, seen = split.slots[rank], split.seen[rank]
-        sent = [_places_among(own, other, split.slots.size) for other in split.seen]
-        received = [_places_among(seen, other, split.slots.size) for other in split.slots]
-        sent[rank] = received[rank] = np.empty(0, dtype=np.int64)
-        own_places = _places_among(seen, own, split.slots.size)
-        return cls(
-            slots=integers_on_device(own_places),
-            pieces=_pieces(own_places, np.concatenate(received)),
-            sent=integers_on_device(np.concatenate(sent)),
-            received=integers_on_device(np.concatenate(received)),
-            sent_sizes=[places.size for places in sent],
-            received_sizes=[places.size for places in received],
-            group=group,
-        )
+        owner = np.empty(split.slots.size, dtype=np.int64)
+        for index, slots in enumerate(split.slots):
+            owner[slots] = index
+        own, owner_of_seen = split.slots[rank], owner[split.seen[rank]]
+        runs, places = [], [[] for _ in split.slots]
+        num_sent = [0] * len(split.slots)
+        for start, stop in _equal_runs(owner_of_seen):
+            from_rank = int(owner_of_seen[start])
+            # A rank sends its slots in their order, so one run begins where its last one ended.
+            runs.append(Run(from_rank, num_sent[from_rank], stop - start))
+            places[from_rank].append((start, stop))
+            num_sent[from_rank] += stop - start
+        sent = []
+        for to_rank, seen in enumerate(split.seen):
+            is_seen = np.zeros(owner.size, dtype=bool)
+            if to_rank != rank:
+                is_seen[seen] = True
+            sent.append([(start, stop) for start, stop in _equal_runs(is_seen[own]) if is_seen[own[start]]])
+        slots = integers_on_device(np.flatnonzero(owner_of_seen == rank))
+        return cls(slots=slots, rank=rank, runs=runs, places=places, sent=sent, group=group)
+
+
+def _equal_runs(array: np.ndarray) -> list[tuple[int, int]]:
+    """Return where the runs of equal entries begin and end."""
+    breaks = (np.flatnonzero(array[1:] != array[:-1]) + 1).tolist()
+    return list(itertools.pairwise([0, *breaks, array.size]))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -172,79 +199,60 @@ def share_losses(is_learned: np.ndarray, part: RowPart, layout: ParallelLayout) 
     return np.concatenate([learned[rank][: share.num_kept], *(parts[rank] for parts in given)]), share
 
 
-def _pieces(own: np.ndarray, received: np.ndarray) -> list[tuple[bool, int, int]]:
-    """Return where each of the seen slots comes from, as runs: see `ContextShare`.
-
-    Args:
-        own: Places of this rank's slots among the seen ones, ascending.
-        received: Places of those received, in the order in which they come.
-    """
-    is_own = np.zeros(own.size + received.size, dtype=bool)
-    is_own[own] = True
-    source = np.empty(is_own.size, dtype=np.int64)
-    source[own], source[received] = np.arange(own.size), np.arange(received.size)
-    starts = np.flatnonzero((np.diff(source, prepend=-1) != 1) | (np.diff(is_own, prepend=~is_own[:1])))
-    sizes = np.diff(starts, append=is_own.size)
-    return list(zip(is_own[starts].tolist(), source[starts].tolist(), (source[starts] + sizes).tolist(), strict=True))
-
-
-def _places_among(slots: np.ndarray, others: np.ndarray, num_slots: int) -> np.ndarray:
-    """Return where in `slots` those stand that are among others, of a row of so many slots."""
-    is_among = np.zeros(num_slots, dtype=bool)
-    is_among[others] = True
-    return np.flatnonzero(is_among[slots])
-
-
 class _FetchSlots(torch.autograd.Function):
-    """Fetch two tensors: while one travels, the other is put together."""
+    """Fetch two tensors in one exchange."""
 
     @staticmethod
     def forward(ctx, key, value, share):
-        ctx.share = share
-        travelling = [
-            _exchange(local.index_select(0, share.sent), share.sent_sizes, share.received_sizes, share.group)
-            for local in (key, value)
-        ]
-        return tuple(
-            _put_together(local, _arrived(*one), share.pieces)
-            for local, one in zip((key, value), travelling, strict=True)
-        )
+        ctx.share, both = share, (key, value)
+        received = [[] if rank == share.rank else places for rank, places in enumerate(share.places)]
+        seen = []
+        for own, parts in zip(both, _exchange_both(both, share.sent, received, share.group), strict=True):
+            parts[share.rank] = own
+            seen.append(torch.cat([parts[run.rank][run.first : run.first + run.size] for run in share.runs]))
+        return tuple(seen)
 
     @staticmethod
     def backward(ctx, *grads):
         share = ctx.share
-        travelling = [
-            _exchange(grad.index_select(0, share.received), share.received_sizes, share.sent_sizes, share.group)
-            for grad in grads
-        ]
-        own = [grad.index_select(0, share.slots) for grad in grads]
-        return *(_add(grad, _arrived(*one), share) for grad, one in zip(own, travelling, strict=True)), None
+        received = [[] if rank == share.rank else places for rank, places in enumerate(share.places)]
+        totals = []
+        for grad, parts in zip(grads, _exchange_both(grads, received, share.sent, share.group), strict=True):
+            own = torch.cat([grad[start:stop] for start, stop in share.places[share.rank]])
+            totals.append(_add(own, parts, share.sent))
+        return *totals, None
+
+
+def _exchange_both(
+    both: tuple[torch.Tensor, torch.Tensor], outgoing: Places, incoming: Places, group: dist.ProcessGroup
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Send each rank its runs of two tensors; return what comes of the first from each rank, then of the second."""
+    sent = [x[start:stop] for places in outgoing for x in both for start, stop in places]
+    sizes_out, sizes_in = (
+        [sum(stop - start for start, stop in runs) for runs in places] for places in (outgoing, incoming)
+    )
+    # Where there is nothing to send, an empty tensor says of what.
+    tensor = _exchange(torch.cat([both[0][:0], *sent]), [2 * n for n in sizes_out], [2 * n for n in sizes_in], group)
+    parts = tensor.split([size for size in sizes_in for _ in both])
+    return list(parts[::2]), list(parts[1::2])
 
 
 def _exchange(
     outgoing: torch.Tensor, sizes_out: list[int], sizes_in: list[int], group: dist.ProcessGroup
-) -> tuple[torch.Tensor, dist.Work]:
+) -> torch.Tensor:
     incoming = outgoing.new_empty(sum(sizes_in), *outgoing.shape[1:])
-    return incoming, dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group, async_op=True)
+    dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group)
+    return incoming
 
 
-def _arrived(tensor: torch.Tensor, work: dist.Work) -> torch.Tensor:
-    work.wait()
-    return tensor
-
-
-def _put_together(own: torch.Tensor, received: torch.Tensor, pieces: list[tuple[bool, int, int]]) -> torch.Tensor:
-    """Return the seen slots, by one copy of runs: copies of single slots take several times as long."""
-    return torch.cat([(own if is_own else received)[start:stop] for is_own, start, stop in pieces])
-
-
-def _add(own: torch.Tensor, returned: torch.Tensor, share: ContextShare) -> torch.Tensor:
-    """Add what came back for the slots that were sent, in the order of the ranks, and round once."""
-    is_one_sum = len(share.sent_sizes) == 2
+def _add(own: torch.Tensor, parts: list[torch.Tensor], places: Places) -> torch.Tensor:
+    """Add what came back from each rank for the slots that it was sent, in the order of the ranks, and round once."""
+    is_one_sum = sum(bool(runs) for runs in places) < 2
     total = own if is_one_sum else own.to(torch.promote_types(own.dtype, torch.float32))
-    parts = zip(share.sent.split(share.sent_sizes), returned.split(share.sent_sizes), strict=True)
-    for places, part in parts:
-        total.index_copy_(0, places, total.index_select(0, places) + part)
+    for part, runs in zip(parts, places, strict=True):
+        pieces = part.split([stop - start for start, stop in runs])
+        for (start, stop), piece in zip(runs, pieces, strict=True):
+            total[start:stop] += piece
     return total.to(own.dtype)
 
 
@@ -269,14 +277,14 @@ class _EvenOut(torch.autograd.Function):
     def forward(ctx, own, share):
         ctx.share = share
         kept, sent = own.tensor_split([share.num_kept])
-        return torch.cat((kept, _arrived(*_exchange(sent, share.sent_sizes, share.received_sizes, share.group))))
+        return torch.cat((kept, _exchange(sent, share.sent_sizes, share.received_sizes, share.group)))
 
     @staticmethod
     def backward(ctx, grad):
         share = ctx.share
         kept, received = grad.tensor_split([share.num_kept])
         returned = _exchange(received.contiguous(), share.received_sizes, share.sent_sizes, share.group)
-        return torch.cat((kept, _arrived(*returned))), None
+        return torch.cat((kept, returned)), None
 
 
 def even_out(hidden_NC: torch.Tensor, share: LossShare) -> torch.Tensor:

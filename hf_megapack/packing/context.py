@@ -13,8 +13,8 @@ import numpy as np
 from hf_megapack.errors import DataError
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
 
-# Of a block that is computed with a mask, beside what it costs without: FlashAttention-4 on an H200.
-_COST_OF_MASK = 1
+# Cost of a block of queries and keys, and what a mask adds to it: FlashAttention-4 on an H200.
+_COST_OF_BLOCK, _COST_OF_MASK = 2, 1
 # Runs are even up to a block. Blocks are then exchanged until the most loaded rank is this close to the mean.
 _EVEN_ENOUGH = 1.0005
 
@@ -29,7 +29,7 @@ class RowSplit:
             all slots of their blocks. int64, one array per rank.
         num_pairs: Visible pairs that each rank computes: slots that its own slots see. int64, shape (num_ranks,).
         work: What each rank's attention costs: blocks of queries and keys with visible pairs, those that hold other
-            pairs too counted twice; where sequences were cut, the pairs. int64, shape (num_ranks,).
+            pairs too counted one and a half times; where sequences were cut, the pairs. int64, shape (num_ranks,).
     """
 
     slots: np.ndarray
@@ -72,37 +72,47 @@ def split_row(subtree_end: np.ndarray, num_ranks: int) -> RowSplit:
             f"{CONTEXT_BLOCK}; pack with packed_multiple {CONTEXT_BLOCK * num_ranks}, which MegaPackTrainer's own "
             "collator does."
         )
-    work = _work_of_blocks(subtree_end)
+    ends = subtree_end.reshape(-1, CONTEXT_BLOCK)
+    work = _work_of_blocks(ends)
     blocks = _deal_runs(work, num_ranks)
     _even_out(blocks, work)
     blocks.sort(axis=1)
-    slots = (blocks[:, :, None] * CONTEXT_BLOCK + np.arange(CONTEXT_BLOCK)).reshape(num_ranks, -1)
+    stop = _first_block_after(ends)
     # A slot is seen from itself on and by no slot from its subtree's end on.
     num_seen = np.cumsum(1 - np.bincount(subtree_end, minlength=num_slots + 1)[:num_slots])
     return RowSplit(
-        slots=slots,
-        seen=tuple(_seen_slots(subtree_end, own, CONTEXT_BLOCK) for own in slots),
+        slots=np.stack([_slots_of(own) for own in blocks]),
+        seen=tuple(_slots_of(_seen_blocks(stop, own)) for own in blocks),
         num_pairs=num_seen.reshape(-1, CONTEXT_BLOCK).sum(axis=1)[blocks].sum(axis=1),
         work=work[blocks].sum(axis=1),
     )
 
 
-def _work_of_blocks(subtree_end: np.ndarray) -> np.ndarray:
-    """Return what attention of each block's queries costs, in blocks of keys: one seen in part is computed with a mask.
+def _slots_of(blocks: np.ndarray) -> np.ndarray:
+    """Return the slots of some blocks, one block after the other."""
+    return (blocks[:, None] * CONTEXT_BLOCK + np.arange(CONTEXT_BLOCK)).ravel()
+
+
+def _first_block_after(ends: np.ndarray) -> np.ndarray:
+    """Return for each block the first after those that see some of it; `ends` as for `_work_of_blocks`."""
+    return (ends.max(axis=1) - 1) // CONTEXT_BLOCK + 1
+
+
+def _work_of_blocks(ends: np.ndarray) -> np.ndarray:
+    """Return what attention of each block's queries costs.
 
     Args:
-        subtree_end: First slot after the subtree that begins at each slot. Integer, shape (num_slots,).
+        ends: First slot after the subtree that begins at each slot. Integer, shape (num_blocks, CONTEXT_BLOCK).
 
     Returns:
-        int64, shape (num_slots / CONTEXT_BLOCK,).
+        int64, shape (num_blocks,).
     """
-    ends = subtree_end.reshape(-1, CONTEXT_BLOCK)
     num_blocks = len(ends)
     block = np.arange(num_blocks)
-    # The blocks of queries that see some of a block of keys, then those that see all of it: from one to before another.
-    some = _count_covering(block, (ends.max(axis=1) - 1) // CONTEXT_BLOCK + 1, num_blocks)
+    # The blocks of queries that see some of a block of keys, then those that see all of it.
+    some = _count_covering(block, _first_block_after(ends), num_blocks)
     whole = _count_covering(block + 1, np.maximum(ends.min(axis=1) // CONTEXT_BLOCK, block + 1), num_blocks)
-    return some + _COST_OF_MASK * (some - whole)
+    return _COST_OF_BLOCK * some + _COST_OF_MASK * (some - whole)
 
 
 def _count_covering(start: np.ndarray, stop: np.ndarray, size: int) -> np.ndarray:
@@ -160,20 +170,18 @@ def _even_out(blocks: np.ndarray, work: np.ndarray) -> None:
         blocks[most, give], blocks[other, place] = blocks[other, place], blocks[most, give]
 
 
-def _seen_slots(subtree_end: np.ndarray, own: np.ndarray, block: int) -> np.ndarray:
-    """Return the slots that some of a rank's own slots see, ascending, completed to whole blocks.
+def _seen_blocks(stop: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Return the blocks of keys of which a rank's blocks see something, ascending.
 
     Args:
-        subtree_end: First slot after the subtree that begins at each slot. Integer, shape (num_slots,).
-        own: The rank's slots. int64.
-        block: Slots of a block, a divisor of num_slots.
+        stop: For each block the first after those that see it, which are that block and all up to there.
+        own: The rank's blocks.
     """
-    is_own = np.zeros(subtree_end.size, dtype=np.int64)
-    is_own[own] = 1
-    # How many of the rank's slots come before each slot; one is seen if the number grows within its subtree.
-    num_before = np.concatenate(([0], np.cumsum(is_own)))
-    is_seen = num_before[subtree_end] > num_before[:-1]
-    return np.flatnonzero(np.repeat(is_seen.reshape(-1, block).any(axis=1), block))
+    # How many of the rank's blocks come before each; a block is seen if the number grows up to where it ends.
+    num_before = np.zeros(stop.size + 1, dtype=np.int64)
+    num_before[own + 1] = 1
+    num_before = np.cumsum(num_before)
+    return np.flatnonzero(num_before[stop] > num_before[:-1])
 
 
 def moves_to_even(counts: np.ndarray) -> np.ndarray:
@@ -258,6 +266,7 @@ def split_sequences(cu_seqlens: np.ndarray, num_ranks: int) -> RowSplit:
     chunk = position // np.repeat(sizes // (2 * num_ranks), sizes)
     owner = np.minimum(chunk, 2 * num_ranks - 1 - chunk)
     slots = np.argsort(owner, kind="stable").reshape(num_ranks, -1)
-    seen = tuple(_seen_slots(np.repeat(cu_seqlens[1:], sizes), own, 1) for own in slots)
+    subtree_end = np.repeat(cu_seqlens[1:], sizes)
+    seen = tuple(_seen_blocks(subtree_end, own) for own in slots)
     num_pairs = (position + 1)[slots].sum(axis=1)
     return RowSplit(slots=slots, seen=seen, num_pairs=num_pairs, work=num_pairs)

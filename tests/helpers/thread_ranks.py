@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import torch
 
@@ -49,12 +48,11 @@ def run_on_threads(num_ranks: int, function: Callable[[ThreadGroup], object], mo
     def reduce_scatter_tensor(output, tensor, *, group):
         output.copy_(torch.stack(everyone(tensor, group)).sum(0).chunk(num_ranks)[group.rank()])
 
-    def all_to_all_single(output, tensor, sizes_in, sizes_out, *, group, async_op):
-        assert async_op, "what is not waited for may not have come"
-        parts = everyone(tensor, group), everyone(torch.tensor(sizes_out), group)
-        received = [x.split(sizes.tolist())[group.rank()] for x, sizes in zip(*parts, strict=True)]
+    def all_to_all_single(output, tensor, sizes_in, sizes_out, *, group):
+        parts = zip(everyone(tensor, group), everyone(torch.tensor(sizes_out), group), strict=True)
+        received = [sent.split(sizes.tolist())[group.rank()] for sent, sizes in parts]
         assert [len(part) for part in received] == sizes_in
-        return SimpleNamespace(wait=lambda: output.copy_(torch.cat(received)))
+        output.copy_(torch.cat(received))
 
     def run(rank):
         try:
