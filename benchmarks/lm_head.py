@@ -5,9 +5,10 @@
 
 Everybody gets the same bfloat16 hidden states and head (only the hidden states want a gradient), and computes the mean
 loss and that gradient. Rounds go through all of them in turn, so that a change of the GPU's clock meets all alike; in a
-round each runs four times and the last is timed. The table has medians. Memory is what one call allocates at its peak beyond its inputs. Errors are relative to float32
-products of the same inputs without TF32: of the loss, and of the gradient as the norm of the difference over all slots,
-and the largest of single slots. "floor" is the two products alone over all slots at once in bfloat16.
+round each runs four times and the last is timed; the table has medians. Memory is what one call allocates at its peak
+beyond its inputs. Errors are relative to float32 products of the same inputs without TF32: of the loss, and of the
+gradient as the norm of the difference over all slots, and the largest of single slots. "floor" is the two products
+alone over all slots at once in bfloat16.
 
 Labels are likely tokens: a label's logit is 0 to 19 above those of the other tokens, which have a standard deviation
 of 2.5.
