@@ -115,6 +115,24 @@ def probed_names(linear_names: Sequence[str]) -> list[str]:
     return [*_ALWAYS_PROBED, *(f"{block}.{router}" for block in sorted(blocks) for router in _ROUTERS)]
 
 
+def parameter_paths(linear_names: Iterable[str]) -> dict[str, str]:
+    """Return the path of each parameter that target_parameters may select, to the module that it is in our names.
+
+    Args:
+        linear_names: Hugging Face paths of all linear modules of the model.
+    """
+    paths: dict[str, str] = {}
+    for name in linear_names:
+        parts = expert_parts(name)
+        if parts is None:
+            paths[f"{name}.weight"] = name
+        elif parts[1] == DOWN:
+            paths[name] = name
+        else:
+            paths[f"{parts[0]}.{GATE_UP}"] = f"{parts[0]}.{GATE_UP}"
+    return paths
+
+
 def selected_parameters(config: LoraConfig, linear_names: Sequence[str]) -> dict[str, str]:
     """Return what target_parameters select.
 
@@ -137,7 +155,7 @@ def selected_parameters(config: LoraConfig, linear_names: Sequence[str]) -> dict
             f"layers_to_transform={config.layers_to_transform!r} does not filter target_parameters in peft; name their "
             f"layers in target_parameters and leave layers_to_transform out."
         )
-    parameters = _parameter_paths(linear_names)
+    parameters = parameter_paths(linear_names)
     for entry in entries:
         if entry in ("weight", "bias"):
             raise ConfigError(f"target_parameters holds {entry!r}, which every layer has; name the module too.")
@@ -261,19 +279,6 @@ def last_components(names: Iterable[str]) -> str:
     """List the names' last components, those that stay frozen left out."""
     endings = {name.rpartition(".")[2] for name in names}
     return ", ".join(sorted(endings - NEVER_ADAPTED.keys()))
-
-
-def _parameter_paths(linear_names: Iterable[str]) -> dict[str, str]:
-    paths: dict[str, str] = {}
-    for name in linear_names:
-        parts = expert_parts(name)
-        if parts is None:
-            paths[f"{name}.weight"] = name
-        elif parts[1] == DOWN:
-            paths[name] = name
-        else:
-            paths[f"{parts[0]}.{GATE_UP}"] = f"{parts[0]}.{GATE_UP}"
-    return paths
 
 
 def _ending(path: str) -> str:

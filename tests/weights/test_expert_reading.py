@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_megapack.errors import ExportError
 from hf_megapack.weights import export_peft_adapter, read_peft_adapter, resolve_lora, verify_with_peft
+from hf_megapack.weights.export import check_holds_targets
 from tests.helpers.moe_adapters import (
     CONFIG,
     PREFIX,
@@ -72,6 +73,7 @@ def test_adapter_of_peft_is_read_and_written_again(tmp_path, family, name, dtype
     theirs = written_by_peft(tmp_path / "theirs", family, dtype, **NATIVE[name])
     names = moe_linear_names(tiny_moe(family, "meta"))
     config, state = read_peft_adapter(tmp_path / "theirs")
+    check_holds_targets(tmp_path / "theirs", state, names)
     specs = resolve_lora(config, names)
     assert state.keys() == {f"{PREFIX}{module}.lora_{factor}.weight" for module in specs for factor in "AB"}
     assert not any(module.endswith("experts.gate_proj") for module in specs)
