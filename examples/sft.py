@@ -43,13 +43,25 @@ class LoraArguments:
     )
 
 
+def is_adapter(model: str) -> bool:
+    """Whether a model is the folder of an adapter to continue from."""
+    return (Path(model) / "adapter_config.json").exists()
+
+
+def tokenizer_folder(model: str) -> str:
+    """Return what the tokenizer is loaded from: adapters need not have one beside them."""
+    if is_adapter(model) and not (Path(model) / "tokenizer_config.json").exists():
+        return LoraConfig.from_pretrained(model).base_model_name_or_path
+    return model
+
+
 def adapter_config(model: str, lora: LoraArguments) -> LoraConfig | None:
     """Return the configuration of a new adapter, None where the model is an adapter to continue from.
 
     Raises:
         SystemExit: If that is so and options of a new one are given.
     """
-    if (Path(model) / "adapter_config.json").exists():
+    if is_adapter(model):
         given = [f"--{name}" for name, value in vars(lora).items() if value is not None]
         if given:
             raise SystemExit(f"error: {model} is an adapter, whose rank and targets stay: leave out {', '.join(given)}")
@@ -72,7 +84,7 @@ def main() -> None:
     """Train, and leave the adapter in output_dir."""
     script, lora, args = parse_options((ScriptArguments, LoraArguments, MegaPackConfig))
     peft_config = adapter_config(script.model, lora)
-    tokenizer = AutoTokenizer.from_pretrained(script.model)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(script.model))
     if script.chat_template:
         tokenizer.chat_template = Path(script.chat_template).read_text()
     trainer = MegaPackTrainer(

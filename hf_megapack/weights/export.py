@@ -302,9 +302,9 @@ def _factors(state: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
     foreign = sorted(key for key, match in matches.items() if match is None)
     if foreign:
         raise ExportError(
-            f"{len(foreign)} tensors are no LoRA factors, which begin with base_model.model and end in lora_A.weight or "
-            f"lora_B.weight: {', '.join(foreign[:5])}. Where peft has copied embeddings, save the adapter with "
-            "save_embedding_layers=False."
+            f"{len(foreign)} tensors are no LoRA factors: {', '.join(foreign[:5])}. Their names begin with "
+            "base_model.model and end in lora_A.weight or lora_B.weight. Where peft has copied embeddings, save the "
+            "adapter with save_embedding_layers=False."
         )
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, match in matches.items():

@@ -12,7 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.constants import (
+    INCLUDE_LINEAR_LAYERS_SHORTHAND,
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+)
 from peft.utils.other import get_pattern_key
 
 from hf_megapack.errors import ConfigError
@@ -205,7 +208,7 @@ def check_target_entries(config: LoraConfig, linear_names: Sequence[str]) -> Non
         if not any(name == target or name.endswith(f".{target}") for name in everything):
             raise ConfigError(
                 f"The LoRA target {target!r} matches nothing; linear modules here end in "
-                f"{last_components(linear_names)}. {_hint([target])}Remove or correct the entry."
+                f"{last_components(linear_names)}. {_hint_for_list(target)}Remove or correct the entry."
             )
 
 
@@ -289,3 +292,9 @@ def _hint(patterns: Iterable[str]) -> str:
     if any(_ONE_EXPERT.search(pattern) for pattern in patterns):
         return "The experts of a layer are adapted together: name them without index, as experts.up_proj. "
     return ""
+
+
+def _hint_for_list(target: str) -> str:
+    if target.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND or re.search(r"[*+?|()\[\]\\]", target):
+        return f"A list holds names; give this one alone, as target_modules={target!r}. "
+    return _hint([target])
