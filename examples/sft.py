@@ -58,8 +58,12 @@ def tokenizer_folder(model: str) -> str:
 def adapter_config(model: str, lora: LoraArguments) -> LoraConfig | None:
     """Return the configuration of a new adapter, None where the model is an adapter to continue from.
 
+    Args:
+        model: As given.
+        lora: As given; nothing of it is set for an adapter to continue from.
+
     Raises:
-        SystemExit: If that is so and options of a new one are given.
+        SystemExit: If options of a new one are given for an adapter to continue from.
     """
     if is_adapter(model):
         given = [f"--{name}" for name, value in vars(lora).items() if value is not None]

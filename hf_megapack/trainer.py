@@ -118,8 +118,7 @@ class MegaPackTrainer(Trainer):
         self.backend = self._build_backend(base_model, args)
         saving.check_export(args, self.peft_config, self.backend)
         if adapter is not None:
-            check_holds_targets(model, adapter, self.backend.linear_names)
-            self.backend.load_adapter(adapter)
+            self.backend.load_adapter(check_holds_targets(model, adapter, self.backend.linear_names))
         check_optimizer_parameters(optimizers[0], self.backend.parameters)
         self._accumulation, self._meter, self._sharing_told, self._adapters_checked = None, UpdateMeter(), False, False
         super().__init__(

@@ -224,25 +224,32 @@ def read_adapter_file(directory: str | os.PathLike[str]) -> AdapterFile:
     return AdapterFile(config=config, stored=stored, marks=marks)
 
 
-def check_holds_targets(directory: str | os.PathLike[str], keys: Iterable[str], linear_names: Sequence[str]) -> None:
+def check_holds_targets(
+    directory: str | os.PathLike[str], state: Mapping[str, torch.Tensor], linear_names: Sequence[str]
+) -> Mapping[str, torch.Tensor]:
     """Check that an adapter has every module that its config selects in a model: peft would begin the others anew.
 
     Args:
         directory: The adapter.
-        keys: PEFT keys of its tensors, as `read_peft_adapter` returns them.
+        state: Its tensors, as `read_peft_adapter` returns them.
         linear_names: Hugging Face paths of all linear modules of the model.
+
+    Returns:
+        `state`.
 
     Raises:
         ExportError: If some are lacking.
     """
     config_path, weights_path = adapter_files(Path(directory))
     config = parsed_config(config_path.read_bytes(), config_path)
-    lacking = lacking_targets(config, [match["module"] for key in keys if (match := _KEY.fullmatch(key))], linear_names)
+    modules = [match["module"] for key in state if (match := _KEY.fullmatch(key))]
+    lacking = lacking_targets(config, modules, linear_names)
     if lacking:
         raise ExportError(
             f"{config_path} selects {len(lacking)} modules that {weights_path.name} lacks, as {lacking[0]}. Save the "
             "adapter again; or name in the config only what is there, to go on without the rest."
         )
+    return state
 
 
 def _adapters_of(state: Mapping[str, torch.Tensor], peft_config: LoraConfig) -> Adapters:

@@ -137,6 +137,18 @@ def test_names_of_dense_and_shared_layers_do_not_reach_experts_afterwards(tmp_pa
     assert not any(".experts." in module for module in modules)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_of_a_layer_that_the_file_lacks_are_named(tmp_path, family):
+    config, names = LoraConfig(target_modules="all-linear", r=2), moe_linear_names(tiny_moe(family, "meta"))
+    export_peft_adapter(random_adapter(config, family), config, tmp_path, base_model_name=None, linear_names=names)
+    tensors = load_file(tmp_path / WEIGHTS)
+    kept = {key: tensor for key, tensor in tensors.items() if "layers.2.mlp.experts." not in key}
+    assert len(kept) == len(tensors) - 4
+    save_file(kept, tmp_path / WEIGHTS)
+    with pytest.raises(ExportError, match=r"selects 2 modules that .* lacks, as model\.layers\.2\.mlp\.experts\."):
+        check_holds_targets(tmp_path, read_peft_adapter(tmp_path)[1], names)
+
+
 def test_adapter_of_a_router_is_refused(tmp_path):
     written_by_peft(tmp_path, "qwen3_moe", target_modules="all-linear", r=2)
     with pytest.raises(ExportError, match="a router, which stays frozen"):
