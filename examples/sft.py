@@ -32,12 +32,50 @@ class ScriptArguments:
 
 @dataclass
 class LoraArguments:
-    """The adapter; `lora_target_modules` are peft's names."""
+    """A new adapter; `lora_target_modules` are peft's names. One to continue from has all this in its folder."""
 
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter."})
-    lora_alpha: int = field(default=32, metadata={"help": "The adapter is scaled by alpha / rank."})
-    lora_target_modules: list[str] = field(
-        default_factory=lambda: ["all-linear"], metadata={"help": "Modules to adapt, or all-linear."}
+    lora_r: int | None = field(default=None, metadata={"help": "Rank of a new adapter; 16 if left out."})
+    lora_alpha: int | None = field(
+        default=None, metadata={"help": "A new adapter is scaled by alpha / rank; 32 if left out."}
+    )
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules to adapt, or all-linear, which is what is taken if left out."}
+    )
+
+
+def is_adapter(model: str) -> bool:
+    """Whether a model is the folder of an adapter to continue from."""
+    return (Path(model) / "adapter_config.json").exists()
+
+
+def tokenizer_folder(model: str) -> str:
+    """Return what the tokenizer is loaded from: adapters need not have one beside them."""
+    if is_adapter(model) and not (Path(model) / "tokenizer_config.json").exists():
+        return LoraConfig.from_pretrained(model).base_model_name_or_path
+    return model
+
+
+def adapter_config(model: str, lora: LoraArguments) -> LoraConfig | None:
+    """Return the configuration of a new adapter, None where the model is an adapter to continue from.
+
+    Args:
+        model: As given.
+        lora: As given; nothing of it is set for an adapter to continue from.
+
+    Raises:
+        SystemExit: If options of a new one are given for an adapter to continue from.
+    """
+    if is_adapter(model):
+        given = [f"--{name}" for name, value in vars(lora).items() if value is not None]
+        if given:
+            raise SystemExit(f"error: {model} is an adapter, whose rank and targets stay: leave out {', '.join(given)}")
+        return None
+    targets = lora.lora_target_modules or ["all-linear"]
+    return LoraConfig(
+        r=16 if lora.lora_r is None else lora.lora_r,
+        lora_alpha=32 if lora.lora_alpha is None else lora.lora_alpha,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
     )
 
 
@@ -49,22 +87,17 @@ def checkpoint_to_resume(given: str | None) -> str | bool | None:
 def main() -> None:
     """Train, and leave the adapter in output_dir."""
     script, lora, args = parse_options((ScriptArguments, LoraArguments, MegaPackConfig))
-    tokenizer = AutoTokenizer.from_pretrained(script.model)
+    peft_config = adapter_config(script.model, lora)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(script.model))
     if script.chat_template:
         tokenizer.chat_template = Path(script.chat_template).read_text()
-    targets = lora.lora_target_modules
     trainer = MegaPackTrainer(
         model=script.model,
         args=args,
         train_dataset=read_dataset(script.dataset, script.dataset_split),
         eval_dataset=read_dataset(script.eval_dataset, script.eval_split) if script.eval_dataset else None,
         processing_class=tokenizer,
-        peft_config=LoraConfig(
-            r=lora.lora_r,
-            lora_alpha=lora.lora_alpha,
-            target_modules=targets[0] if targets == ["all-linear"] else targets,
-            task_type="CAUSAL_LM",
-        ),
+        peft_config=peft_config,
     )
     result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args.resume_from_checkpoint))
     trainer.save_model()

@@ -188,6 +188,7 @@ def resolve_adapter(
         model = peft_config.base_model_name_or_path
         if not model:
             raise ConfigError(f"{folder} does not name its base model: set base_model_name_or_path in its config.")
+        _check_continued(folder, peft_config)
     if not isinstance(peft_config, LoraConfig):
         raise ConfigError(
             f"peft_config is a {type(peft_config).__name__}; it must be a peft.LoraConfig, for example "
@@ -195,6 +196,22 @@ def resolve_adapter(
         )
     check_lora_config(peft_config)
     return model, peft_config, adapter
+
+
+def _check_continued(folder: Path, peft_config: LoraConfig) -> None:
+    """Check the configuration of an adapter to continue from, where a user can change it only in its file."""
+    file, base_model = folder / "adapter_config.json", peft_config.base_model_name_or_path
+    try:
+        check_lora_config(peft_config)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error} To train on from this adapter, change that file.") from error
+    try:
+        AutoConfig.from_pretrained(base_model)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} names the base model {base_model!r}, which cannot be loaded: {error} If it has moved, write its "
+            "present place as base_model_name_or_path into that file."
+        ) from error
 
 
 def resolve_tokenizer(

@@ -1,22 +1,45 @@
 """Read the options of a script from its command line, and from the YAML file that `--config` names.
 
 Words of the command line win over the file. What the file says means what it would mean in Python: null is None, a
-mapping is a dict. Nothing here knows which options a script has.
+mapping is a dict, 1e-5 is a number and no is the word, as in YAML 1.2. Nothing here knows which options a script has.
 """
 
 import argparse
 import json
+import re
 import sys
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from transformers import HfArgumentParser
 
 from hf_megapack.config import refuse_trl_names
 from hf_megapack.errors import ConfigError
+
+# Tag to what is of its kind, and the characters that it begins with.
+_CHANGED = {
+    "tag:yaml.org,2002:bool": (r"(true|True|TRUE|false|False|FALSE)\Z", "tTfF"),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(inf|Inf|INF))\Z|\.(nan|NaN|NAN)\Z",
+        "-+.0123456789",
+    ),
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes numbers and booleans as YAML 1.2 does: yaml reads 1.1, in which 1e-5 is text and no is False."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _CHANGED]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+for _tag, (_pattern, _first) in _CHANGED.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list(_first))
 
 
 def parse_options(classes: Sequence[type], argv: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -59,7 +82,7 @@ def _option_name(word: str) -> str:
 
 def _read_options(file: str) -> dict[str, Any]:
     try:
-        options = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        options = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {file} cannot be read as YAML: {error}") from error
     if options is None:

@@ -25,7 +25,7 @@ from hf_megapack.data.sources import read_dataset
 from hf_megapack.errors import ConfigError, MegaPackError
 from hf_megapack.loading import build_collator, build_loader, prepare_on_rank_zero
 from hf_megapack.packing import ExampleCosts, PackingReport, slots_cost
-from hf_megapack.picture import require_matplotlib
+from hf_megapack.picture import check_picture_name
 
 # Fields of MegaPackConfig that decide what is packed and how.
 _TRAINER_OPTIONS = (
@@ -237,9 +237,7 @@ def _check(options: InspectOptions) -> None:
         if getattr(options, name) < 1:
             raise ConfigError(f"{name} is {getattr(options, name)}; it must be at least 1")
     if options.picture is not None:
-        require_matplotlib()
-        if not Path(options.picture).parent.is_dir():
-            raise ConfigError(f"there is no folder {Path(options.picture).parent} for the picture")
+        check_picture_name(options.picture)
 
 
 def _load_tokenizer(options: InspectOptions) -> PreTrainedTokenizerBase:

@@ -6,6 +6,7 @@ below a strip shares the prefix. Everything is read off the batch; what a report
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,28 @@ def require_matplotlib() -> None:
             "drawing packed rows needs matplotlib, which is not installed: pip install matplotlib, or install "
             "hf_megapack[inspect]"
         ) from None
+
+
+def check_picture_name(name: str) -> None:
+    """Check that a picture can be written under a name.
+
+    Args:
+        name: File, whose ending says what kind of picture it is.
+
+    Raises:
+        ConfigError: If matplotlib is not installed, the ending is of no kind that it writes, or there is no folder.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    # Without an ending matplotlib would write a file of another name.
+    if Path(name).suffix.removeprefix(".").lower() not in kinds:
+        raise ConfigError(
+            f"picture {name!r} cannot be written: its name must end in one of .{', .'.join(sorted(kinds))}"
+        )
+    if not Path(name).parent.is_dir():
+        raise ConfigError(f"there is no folder {Path(name).parent} for the picture")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ from hf_megapack.loading import build_collator, build_loader, describe_sharing, 
 from hf_megapack.meter import TokenTally, UpdateMeter, count_slots, token_counts
 from hf_megapack.ranks import on_rank_zero
 from hf_megapack.streaming import place_in_stream
-from hf_megapack.weights.export import read_peft_adapter
+from hf_megapack.weights.export import check_holds_targets, read_peft_adapter
 
 logger = logging.get_logger(__name__)
 
@@ -118,7 +118,7 @@ class MegaPackTrainer(Trainer):
         self.backend = self._build_backend(base_model, args)
         saving.check_export(args, self.peft_config, self.backend)
         if adapter is not None:
-            self.backend.load_adapter(adapter)
+            self.backend.load_adapter(check_holds_targets(model, adapter, self.backend.linear_names))
         check_optimizer_parameters(optimizers[0], self.backend.parameters)
         self._accumulation, self._meter, self._sharing_told, self._adapters_checked = None, UpdateMeter(), False, False
         super().__init__(

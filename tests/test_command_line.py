@@ -54,6 +54,23 @@ def test_values_of_the_file_mean_what_they_mean_in_python(parse):
     assert (args.learning_rate, args.seed, args.eval_delay) == (1e-3, 7, -1)
 
 
+def test_numbers_and_words_of_the_file_are_those_of_yaml_1_2(parse):
+    """The yaml package alone reads 1.1: there 1e-5 is text, which fails late, inside the schedule, and no is False."""
+    text = (
+        "save_strategy: no\nlr_scheduler_kwargs: {a: 1e-5, b: -2.5E+3, c: .5, d: 1., e: 7, f: true, g: 1.0.0, h: e5}\n"
+    )
+    _, args = parse("--model", "folder", yaml=text)
+    assert args.save_strategy == "no"
+    expected = {"a": 1e-5, "b": -2500.0, "c": 0.5, "d": 1.0, "e": 7, "f": True, "g": "1.0.0", "h": "e5"}
+    assert args.lr_scheduler_kwargs == expected
+    assert [type(value) for value in args.lr_scheduler_kwargs.values()] == [type(v) for v in expected.values()]
+
+
+@pytest.mark.parametrize(("word", "value"), [("yes", True), ("no", False), ("False", False), ("true", True)])
+def test_flags_of_the_file_may_be_words(parse, word, value):
+    assert parse("--model", "folder", yaml=f"share_supervised: {word}\n")[1].share_supervised is value
+
+
 def test_words_win_over_the_file_also_over_its_nulls_and_lists(parse):
     words = ("--max_length", "99", "--seed=8", "--modules", "o_proj", "--lr_scheduler_kwargs", '{"min_lr": 0.5}')
     script, args = parse(*words, yaml=YAML)

@@ -313,9 +313,12 @@ def test_wrong_arguments_end_with_the_reason(inspected, words, message):
         inspected(*words)
 
 
-def test_a_picture_of_an_unknown_kind_is_an_error(inspected, tmp_path):
-    with pytest.raises(SystemExit, match="cannot be written"):
-        inspected("--updates", "1", "--picture", str(tmp_path / "rows.nothing"))
+@pytest.mark.parametrize("name", ["rows.nothing", "rows"])
+def test_a_picture_of_no_known_kind_is_an_error_before_any_work(inspected, tmp_path, name):
+    """Under a name without an ending matplotlib would write another file than the one that is reported."""
+    with pytest.raises(SystemExit, match=r"cannot be written: its name must end in one of .*png"):
+        inspected("--picture", str(tmp_path / name), data="missing.jsonl")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_tokenizer_without_template_or_none_at_all(tmp_path):

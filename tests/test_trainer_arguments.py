@@ -1,16 +1,20 @@
 """Arguments, data and subclasses that MegaPackTrainer takes, and those that it refuses by name."""
 
+import json
+from contextlib import nullcontext
+
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, TrainingArguments
 
 from hf_megapack.arguments import UNCALLED_METHODS
 from hf_megapack.checks import find_example_limit
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
-from hf_megapack.errors import ConfigError, DataError
+from hf_megapack.errors import ConfigError, DataError, ExportError
 from hf_megapack.loading import build_collator
 from tests.helpers.assets import MODEL
 from tests.helpers.fake_backend import FakeBackend
@@ -53,6 +57,40 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(tmp_path, tiny_to
     }
     with pytest.raises(error, match=message):
         FakeTrainer(**(arguments | options))
+
+
+def continued(folder, tokenizer):
+    """Return a trainer that continues from the adapter in a folder."""
+    args = MegaPackConfig(output_dir=str(folder / "run"), use_cpu=True)
+    return FakeTrainer(folder / "adapter", args, train_dataset=token_rows(8), processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"lora_dropout": 0.05}, ConfigError, r"adapter_config\.json: .*set lora_dropout=0\).*change that file"),
+        ({"base_model_name_or_path": "/gone"}, ConfigError, r"names the base model '/gone', .*has moved"),
+        ({"target_modules": ["q_proj", "v_proj", "z_proj"]}, None, ""),
+        ({}, None, ""),
+    ],
+)
+def test_what_keeps_an_adapter_from_being_continued_is_named_with_its_file(
+    make, tmp_path, tiny_tokenizer, changes, error, message
+):
+    make(max_steps=1).save_model(tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | changes))
+    with pytest.raises(error, match=message) if error else nullcontext():
+        continued(tmp_path, tiny_tokenizer)
+
+
+def test_an_adapter_that_lacks_what_its_config_selects_is_not_continued(make, tmp_path, tiny_tokenizer):
+    make(max_steps=1).save_model(tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file({key: tensor for key, tensor in load_file(file).items() if "v_proj" not in key}, file)
+    with pytest.raises(ExportError, match=r"selects 1 modules that .* lacks, as model.layers.0.self_attn.v_proj"):
+        continued(tmp_path, tiny_tokenizer)
 
 
 def test_plain_training_arguments_are_refused(tmp_path):

@@ -296,7 +296,7 @@ class MegatronBackend:
             if shard.shape != self.parameters[key].shape:
                 raise ExportError(
                     f"{key} has shape {tuple(state[key].shape)}; this rank's part must be "
-                    f"{tuple(self.parameters[key].shape)}. The rank of its LoraConfig differs."
+                    f"{tuple(self.parameters[key].shape)}. Its rank or its base model is another."
                 )
         with torch.no_grad():
             for key, shard in shards.items():

@@ -35,6 +35,7 @@ from hf_megapack.weights.portable import (
     check_is_plain_lora,
     check_selects,
     config_in_memory,
+    lacking_targets,
     parsed_config,
     per_expert_config,
     portable_config,
@@ -213,11 +214,42 @@ def read_adapter_file(directory: str | os.PathLike[str]) -> AdapterFile:
     unusual = sorted(name for name, tensor in loaded.items() if tensor.dtype not in _READABLE)
     if unusual:
         raise ExportError(f"{weights_path}: {unusual[0]} is {loaded[unusual[0]].dtype}; allowed are {_READABLE}.")
-    factors = {key: (pair[0].float(), pair[1].float()) for key, pair in _factors(loaded).items()}
-    stored = [_identified(key, pair, factors.keys(), config) for key, pair in factors.items()]
-    check_selects(config, [item.target for item in stored if not item.is_parameter])
+    try:
+        factors = {key: (pair[0].float(), pair[1].float()) for key, pair in _factors(loaded).items()}
+        stored = [_identified(key, pair, factors.keys(), config) for key, pair in factors.items()]
+        check_selects(config, [item.target for item in stored if not item.is_parameter])
+    except ExportError as error:
+        raise ExportError(f"{weights_path}: {error}") from error
     _check_finite(loaded, f"read from {weights_path}")
     return AdapterFile(config=config, stored=stored, marks=marks)
+
+
+def check_holds_targets(
+    directory: str | os.PathLike[str], state: Mapping[str, torch.Tensor], linear_names: Sequence[str]
+) -> Mapping[str, torch.Tensor]:
+    """Check that an adapter has every module that its config selects in a model: peft would begin the others anew.
+
+    Args:
+        directory: The adapter.
+        state: Its tensors, as `read_peft_adapter` returns them.
+        linear_names: Hugging Face paths of all linear modules of the model.
+
+    Returns:
+        `state`.
+
+    Raises:
+        ExportError: If some are lacking.
+    """
+    config_path, weights_path = adapter_files(Path(directory))
+    config = parsed_config(config_path.read_bytes(), config_path)
+    modules = [match["module"] for key in state if (match := _KEY.fullmatch(key))]
+    lacking = lacking_targets(config, modules, linear_names)
+    if lacking:
+        raise ExportError(
+            f"{config_path} selects {len(lacking)} modules that {weights_path.name} lacks, as {lacking[0]}. Save the "
+            "adapter again; or name in the config only what is there, to go on without the rest."
+        )
+    return state
 
 
 def _adapters_of(state: Mapping[str, torch.Tensor], peft_config: LoraConfig) -> Adapters:
@@ -276,7 +308,11 @@ def _factors(state: Mapping[str, torch.Tensor]) -> dict[str, Pair]:
     matches = {key: _KEY.fullmatch(key) for key in state}
     foreign = sorted(key for key, match in matches.items() if match is None)
     if foreign:
-        raise ExportError(f"{len(foreign)} tensors are no LoRA factors: {', '.join(foreign[:5])}.")
+        raise ExportError(
+            f"{len(foreign)} tensors are no LoRA factors: {', '.join(foreign[:5])}. Their names begin with "
+            "base_model.model and end in lora_A.weight or lora_B.weight. Where peft has copied embeddings, save the "
+            "adapter with save_embedding_layers=False."
+        )
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, match in matches.items():
         assert match is not None

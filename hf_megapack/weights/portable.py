@@ -16,9 +16,26 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 
 from hf_megapack.errors import ConfigError, ExportError
-from hf_megapack.weights.adapter import LoraSpec, check_lora_config, lora_spec, resolve_lora
+from hf_megapack.weights.adapter import LoraSpec, check_lora_config, lora_spec, refused_fields, resolve_lora
 from hf_megapack.weights.layouts import Stored, is_one_expert
-from hf_megapack.weights.targets import DOWN, GATE, GATE_UP, UP, expert_parts, is_of_experts, pattern_matches
+from hf_megapack.weights.targets import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    UP,
+    expert_parts,
+    is_never_adapted,
+    is_of_experts,
+    names_parameter,
+    parameter_paths,
+    pattern_matches,
+    selected_modules,
+)
+
+_CONVERSION = (
+    " PiSSA, OLoRA, CorDA and LoftQ train on changed base weights: have peft convert such an adapter (save_pretrained "
+    "with path_initial_model_for_weight_conversion) before you set init_lora_weights to true in its config."
+)
 
 
 def check_is_plain_lora(peft_config: LoraConfig) -> None:
@@ -141,7 +158,11 @@ def parsed_config(content: bytes, path: Path) -> LoraConfig:
         config = LoraConfig(**{name: value for name, value in fields.items() if name in known})
     except (ValueError, TypeError) as error:
         raise ExportError(f"{path} is no valid LoRA config: {error}.") from error
-    check_is_plain_lora(config)
+    try:
+        check_is_plain_lora(config)
+    except ExportError as error:
+        advice = _CONVERSION if "init_lora_weights" in refused_fields(config) else ""
+        raise ExportError(f"{path}: {error}{advice}") from error
     return config
 
 
@@ -161,6 +182,26 @@ def check_selects(config: LoraConfig, modules: Iterable[str]) -> None:
     ignored = [module for module in modules if not check_target_module_exists(config, module)]
     if ignored:
         raise ExportError(f"The config does not select {len(ignored)} modules of the file, as {ignored[0]}.")
+
+
+def lacking_targets(config: LoraConfig, modules: Iterable[str], linear_names: Sequence[str]) -> list[str]:
+    """Return what a file's config selects in a model and the file does not hold.
+
+    Args:
+        config: The file's config.
+        modules: The file's modules, in our names.
+        linear_names: Hugging Face paths of all linear modules of the model.
+    """
+    held = set(modules)
+    held |= {f"{parts[0]}.{GATE_UP}" for parts in map(expert_parts, held) if parts and parts[1] in (GATE, UP)}
+    ordinary = [name for name in linear_names if expert_parts(name) is None and not is_never_adapted(name)]
+    if any(map(expert_parts, linear_names)):
+        # In models with experts these names mean the experts to peft, which it then has among target_parameters.
+        ordinary = [name for name in ordinary if name.rpartition(".")[2] not in (GATE, UP, DOWN)]
+    wanted = selected_modules(config, ordinary) if config.target_modules else []
+    named = config.target_parameters
+    wanted += [module for path, module in parameter_paths(linear_names).items() if names_parameter(named, path)]
+    return [name for name in wanted if name not in held]
 
 
 def config_in_memory(config: LoraConfig, specs: Mapping[str, LoraSpec]) -> LoraConfig:

@@ -12,7 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.constants import (
+    INCLUDE_LINEAR_LAYERS_SHORTHAND,
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+)
 from peft.utils.other import get_pattern_key
 
 from hf_megapack.errors import ConfigError
@@ -115,6 +118,24 @@ def probed_names(linear_names: Sequence[str]) -> list[str]:
     return [*_ALWAYS_PROBED, *(f"{block}.{router}" for block in sorted(blocks) for router in _ROUTERS)]
 
 
+def parameter_paths(linear_names: Iterable[str]) -> dict[str, str]:
+    """Return the path of each parameter that target_parameters may select, to the module that it is in our names.
+
+    Args:
+        linear_names: Hugging Face paths of all linear modules of the model.
+    """
+    paths: dict[str, str] = {}
+    for name in linear_names:
+        parts = expert_parts(name)
+        if parts is None:
+            paths[f"{name}.weight"] = name
+        elif parts[1] == DOWN:
+            paths[name] = name
+        else:
+            paths[f"{parts[0]}.{GATE_UP}"] = f"{parts[0]}.{GATE_UP}"
+    return paths
+
+
 def selected_parameters(config: LoraConfig, linear_names: Sequence[str]) -> dict[str, str]:
     """Return what target_parameters select.
 
@@ -137,7 +158,7 @@ def selected_parameters(config: LoraConfig, linear_names: Sequence[str]) -> dict
             f"layers_to_transform={config.layers_to_transform!r} does not filter target_parameters in peft; name their "
             f"layers in target_parameters and leave layers_to_transform out."
         )
-    parameters = _parameter_paths(linear_names)
+    parameters = parameter_paths(linear_names)
     for entry in entries:
         if entry in ("weight", "bias"):
             raise ConfigError(f"target_parameters holds {entry!r}, which every layer has; name the module too.")
@@ -187,7 +208,7 @@ def check_target_entries(config: LoraConfig, linear_names: Sequence[str]) -> Non
         if not any(name == target or name.endswith(f".{target}") for name in everything):
             raise ConfigError(
                 f"The LoRA target {target!r} matches nothing; linear modules here end in "
-                f"{last_components(linear_names)}. {_hint([target])}Remove or correct the entry."
+                f"{last_components(linear_names)}. {_hint_for_list(target)}Remove or correct the entry."
             )
 
 
@@ -263,19 +284,6 @@ def last_components(names: Iterable[str]) -> str:
     return ", ".join(sorted(endings - NEVER_ADAPTED.keys()))
 
 
-def _parameter_paths(linear_names: Iterable[str]) -> dict[str, str]:
-    paths: dict[str, str] = {}
-    for name in linear_names:
-        parts = expert_parts(name)
-        if parts is None:
-            paths[f"{name}.weight"] = name
-        elif parts[1] == DOWN:
-            paths[name] = name
-        else:
-            paths[f"{parts[0]}.{GATE_UP}"] = f"{parts[0]}.{GATE_UP}"
-    return paths
-
-
 def _ending(path: str) -> str:
     return ".".join(path.split(".")[-2:])
 
@@ -284,3 +292,9 @@ def _hint(patterns: Iterable[str]) -> str:
     if any(_ONE_EXPERT.search(pattern) for pattern in patterns):
         return "The experts of a layer are adapted together: name them without index, as experts.up_proj. "
     return ""
+
+
+def _hint_for_list(target: str) -> str:
+    if target.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND or re.search(r"[*+?|()\[\]\\]", target):
+        return f"A list holds names; give this one alone, as target_modules={target!r}. "
+    return _hint([target])

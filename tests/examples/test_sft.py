@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from datasets import DatasetDict, load_dataset
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
 
 from tests.helpers.assets import ASSETS, load_tokenizer
 from tests.helpers.reference_model import save_random_model
@@ -136,6 +137,37 @@ def test_sft_resumes_from_the_newest_checkpoint_or_a_folder_and_reads_datasets_a
     assert counted[1] > counted[2] > counted[3]
     metrics = json.loads((tmp_path / "out/eval_results.json").read_text())
     assert round(metrics["eval_runtime"] * metrics["eval_samples_per_second"]) == len(held_out) > 1
+
+
+def test_sft_continues_from_an_adapter_whose_rank_and_targets_stay(trained, tmp_path):
+    output = shutil.copytree(trained[0], tmp_path / "adapter")
+    words = (
+        EXAMPLES / "sft.py",
+        "--config",
+        EXAMPLES / "sft.yaml",
+        "--model",
+        output,
+        "--output_dir",
+        tmp_path / "out",
+    )
+    words += ("--max_steps", 1, "--dataset", CONVERSATIONS / "bfcl.jsonl")
+    # As peft leaves an adapter: the tokenizer is then the base model's.
+    for file in output.glob("*token*"):
+        file.unlink()
+    run(*words)
+    fields = [json.loads((folder / "adapter_config.json").read_text()) for folder in (output, tmp_path / "out")]
+    assert fields[0] == fields[1]
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (output, tmp_path / "out"))
+    assert any(0 < (after[key] - value).abs().max() <= 2e-3 for key, value in before.items())
+    done = subprocess.run(
+        [sys.executable, *map(str, words), "--lora_r", "4", "--lora_target_modules", "q_proj"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "leave out --lora_r, --lora_target_modules" in done.stderr
 
 
 def test_sft_refuses_an_option_that_it_does_not_know(tmp_path):

@@ -291,6 +291,8 @@ def test_supported_initialisation_is_accepted(init):
         ({"target_modules": r".*(embed_tokens|q_proj)"}, "embed_tokens.*embedding"),
         ({"target_modules": ["mlp.gate"]}, "router"),
         ({"target_modules": ["q_porj", "v_proj"]}, "'q_porj' matches nothing"),
+        ({"target_modules": ["all-linear"]}, "'all-linear' matches nothing.* target_modules='all-linear'"),
+        ({"target_modules": [r".*q_proj"]}, r"'\.\*q_proj' matches nothing.*A list holds names"),
         ({"target_modules": ["self_attn"]}, "not a linear module"),
         ({"target_modules": r".*\.nothing"}, "matches nothing"),
         ({"target_modules": []}, "matches nothing"),

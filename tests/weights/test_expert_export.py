@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from hf_megapack.errors import ExportError
 from hf_megapack.weights import export_peft_adapter, read_peft_adapter, resolve_lora, verify_with_peft
+from hf_megapack.weights.export import check_holds_targets
 from tests.helpers.moe_adapters import (
     CONFIG,
     PREFIX,
@@ -109,6 +110,7 @@ def test_peft_computes_what_was_exported(tmp_path, family, name, with_names):
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
 
     saved, back = read_peft_adapter(tmp_path / "adapter")
+    check_holds_targets(tmp_path / "adapter", back, names)
     assert_same_adapter(back, state)
     assert resolve_lora(saved, names) == resolve_lora(peft_config, names)
     export_peft_adapter(

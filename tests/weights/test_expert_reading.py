@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_megapack.errors import ExportError
 from hf_megapack.weights import export_peft_adapter, read_peft_adapter, resolve_lora, verify_with_peft
+from hf_megapack.weights.export import check_holds_targets
 from tests.helpers.moe_adapters import (
     CONFIG,
     PREFIX,
@@ -72,6 +73,7 @@ def test_adapter_of_peft_is_read_and_written_again(tmp_path, family, name, dtype
     theirs = written_by_peft(tmp_path / "theirs", family, dtype, **NATIVE[name])
     names = moe_linear_names(tiny_moe(family, "meta"))
     config, state = read_peft_adapter(tmp_path / "theirs")
+    check_holds_targets(tmp_path / "theirs", state, names)
     specs = resolve_lora(config, names)
     assert state.keys() == {f"{PREFIX}{module}.lora_{factor}.weight" for module in specs for factor in "AB"}
     assert not any(module.endswith("experts.gate_proj") for module in specs)
@@ -133,6 +135,18 @@ def test_names_of_dense_and_shared_layers_do_not_reach_experts_afterwards(tmp_pa
     modules = resolve_lora(config, moe_linear_names(tiny_moe("qwen2_moe", "meta")))
     assert len(modules) == 3 + 2 * 3 + 3 == len(state) // 2
     assert not any(".experts." in module for module in modules)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_of_a_layer_that_the_file_lacks_are_named(tmp_path, family):
+    config, names = LoraConfig(target_modules="all-linear", r=2), moe_linear_names(tiny_moe(family, "meta"))
+    export_peft_adapter(random_adapter(config, family), config, tmp_path, base_model_name=None, linear_names=names)
+    tensors = load_file(tmp_path / WEIGHTS)
+    kept = {key: tensor for key, tensor in tensors.items() if "layers.2.mlp.experts." not in key}
+    assert len(kept) == len(tensors) - 4
+    save_file(kept, tmp_path / WEIGHTS)
+    with pytest.raises(ExportError, match=r"selects 2 modules that .* lacks, as model\.layers\.2\.mlp\.experts\."):
+        check_holds_targets(tmp_path, read_peft_adapter(tmp_path)[1], names)
 
 
 def test_adapter_of_a_router_is_refused(tmp_path):

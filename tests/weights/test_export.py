@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from hf_megapack.errors import ConfigError, ExportError, NonFiniteResultError
 from hf_megapack.weights import export_peft_adapter, read_peft_adapter, resolve_lora, verify_with_peft
+from hf_megapack.weights.export import check_holds_targets
 from tests.helpers.interruption import interrupted
 
 # peft 0.21.2 reads a property that transformers 5.24 renamed; delete once peft reads is_activation_checkpointing.
@@ -407,6 +408,29 @@ def test_what_only_concerns_training_does_not_stop_reading(tmp_path):
     names = linear_names(tiny_model())
     export_peft_adapter(state, config, tmp_path / "copy", base_model_name=None, linear_names=names)
     assert read_json(tmp_path / "copy")["lora_dropout"] == 0.0
+
+
+# Not "patterns": peft sorts their keys when it saves, and the first that matches is another one then.
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"patterns"}))
+def test_module_that_config_and_model_have_and_the_file_has_not_is_named(tmp_path, name):
+    """Left out, as peft would not do, it would not be trained although the config says so."""
+    config, names = LoraConfig(**CONFIGS[name]), linear_names(tiny_model())
+    get_peft_model(tiny_model(), config).save_pretrained(tmp_path, save_embedding_layers=False)
+    check_holds_targets(tmp_path, read_peft_adapter(tmp_path)[1], names)
+    tensors = load_file(tmp_path / WEIGHTS)
+    lost = sorted(tensors)[0].removeprefix("base_model.model.").partition(".lora_")[0]
+    save_file({key: tensor for key, tensor in tensors.items() if f"{lost}.lora_" not in key}, tmp_path / WEIGHTS)
+    with pytest.raises(ExportError, match=f"{CONFIG} selects 1 modules that {WEIGHTS} lacks, as {lost}"):
+        check_holds_targets(tmp_path, read_peft_adapter(tmp_path)[1], names)
+    check_holds_targets(tmp_path, read_peft_adapter(tmp_path)[1], [name for name in names if name != lost])
+
+
+def test_an_adapter_on_other_base_weights_says_how_to_convert_it(tmp_path, prepared):
+    """To set init_lora_weights to true without converting would add the adapter to weights that it is not for."""
+    shutil.copytree(prepared[0] / "old", tmp_path / "adapter")
+    edit_json(tmp_path / "adapter", init_lora_weights="olora")
+    with pytest.raises(ExportError, match=rf"adapter/{CONFIG}: .*'olora'.*path_initial_model_for_weight_conversion"):
+        read_peft_adapter(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

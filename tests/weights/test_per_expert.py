@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from hf_megapack.errors import ExportError
 from hf_megapack.weights import export_peft_adapter, read_peft_adapter, resolve_lora, verify_with_peft
+from hf_megapack.weights.export import check_holds_targets
 from tests.helpers.moe_adapters import (
     PREFIX,
     WEIGHTS,
@@ -51,6 +52,7 @@ def test_experts_are_written_one_by_one(tmp_path, family, targets):
     assert (written["r"], written["lora_alpha"], written["rank_pattern"], written["alpha_pattern"]) == (3, 4, {}, {})
     assert {"q_proj", "experts", *leaves} <= set(written["target_modules"])
     config, back = read_peft_adapter(tmp_path / "adapter")
+    check_holds_targets(tmp_path / "adapter", back, names)
     assert_same_adapter(back, state)
     assert resolve_lora(config, names) == resolve_lora(peft_config, names)
     with pytest.raises(ExportError, match="for inference engines"):
