@@ -52,7 +52,7 @@ class MegaPackTrainer(Trainer):
         compute_loss_func: Refused by name; in TRL's place.
         compute_metrics: Refused likewise.
         callbacks: As for the HF Trainer.
-        optimizers: As for the HF Trainer; the optimizer must hold exactly the adapter's factors.
+        optimizers: As for the HF Trainer; of what learns, the optimizer must hold exactly the adapter's factors.
         optimizer_cls_and_kwargs: As for the HF Trainer, elementwise optimizers only.
         preprocess_logits_for_metrics: Refused likewise.
         quantization_config: Refused likewise.
