@@ -68,7 +68,7 @@ def check_optimizer_parameters(
     """Check that a user's optimizer updates exactly the adapter.
 
     Args:
-        optimizer: The user's, None if there is none. Frozen tensors that it holds too, it never updates.
+        optimizer: The user's, None if there is none. Frozen weights may be among what it holds.
         parameters: PEFT key to factor.
 
     Raises:
@@ -77,8 +77,9 @@ def check_optimizer_parameters(
     if optimizer is None:
         return
     check_optimizer_class(type(optimizer))
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     factors = {id(parameter) for parameter in parameters.values()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = {id(parameter) for parameter in given if parameter.requires_grad or id(parameter) in factors}
     if held != factors:
         raise ConfigError(
             f"The optimizer holds {len(held)} tensors, of which {len(held & factors)} are among the adapter's "
