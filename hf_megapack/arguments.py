@@ -124,6 +124,9 @@ UNCALLED_METHODS: dict[str, str] = {
     "prediction_step": "evaluation packs its rows; override evaluation_loop to evaluate in another way",
     "create_optimizer_and_scheduler": "override create_optimizer or create_scheduler",
     "get_decay_parameter_names": "all factors are matrices, which decay; override create_optimizer to group them",
+    "_prepare_inputs": "an update reaches the backend as it was packed; override training_step to look at it",
+    "_save": "override save_model, which is given the folder",
+    "_save_optimizer_and_scheduler": "optimizer state is saved as full tensors; a callback's on_save may add files",
     "_get_train_sampler": "updates are drawn whole; use train_sampling_strategy, shuffle_unit and group_by_prefix",
     "_get_eval_sampler": "evaluation reads its dataset in order; sort the dataset",
 }

@@ -9,14 +9,17 @@ from typing import Any, NoReturn
 
 import torch
 from peft import LoraConfig
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Trainer
 
 from hf_megapack.arguments import TRAINER_ARGUMENTS, UNCALLED_METHODS
 from hf_megapack.config import MegaPackConfig, refuse_trl_names
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.lengths import ExampleLimit, longest_example
+from hf_megapack.data.sampler import UpdateSampler
+from hf_megapack.data.stream import UpdateStream
 from hf_megapack.errors import ConfigError
-from hf_megapack.guard import check_optimizer_class
+from hf_megapack.guard import check_optimizer_class, check_scheduler
 from hf_megapack.meter import EVALUATED
 from hf_megapack.weights.adapter import check_lora_config, lora_spec
 from hf_megapack.weights.export import read_peft_adapter
@@ -44,7 +47,7 @@ def refuse_arguments(**arguments: Any) -> None:
 
 
 def check_subclass(trainer_class: type, args: MegaPackConfig, eval_dataset: Any) -> None:
-    """Check that a trainer overrides nothing that is never called, and reports its metric_for_best_model.
+    """Check that a trainer overrides nothing that is never called, can evaluate, and gives its metric_for_best_model.
 
     Args:
         trainer_class: The class of the trainer that is built; one with its own `evaluate` may report any metric.
@@ -52,13 +55,22 @@ def check_subclass(trainer_class: type, args: MegaPackConfig, eval_dataset: Any)
         eval_dataset: As for MegaPackTrainer.
 
     Raises:
-        ConfigError: Naming the method and what to do instead, or the metrics that there will be.
+        ConfigError: Naming the method and what to do instead, what asks for an evaluation of nothing, or the metrics
+            that there will be.
     """
     for name, instead in UNCALLED_METHODS.items():
         if getattr(trainer_class, name, None) is not getattr(Trainer, name, None):
             raise ConfigError(
                 f"{trainer_class.__name__} overrides {name}(), which is never called: {instead}. Take {name} out of "
                 f"{trainer_class.__name__}."
+            )
+    if eval_dataset is None or (isinstance(eval_dataset, dict) and not eval_dataset):
+        wanted = {"eval_strategy": args.eval_strategy != "no", "eval_on_start": args.eval_on_start}
+        if name := next((name for name in wanted if wanted[name]), None):
+            value = getattr(args, name)
+            raise ConfigError(
+                f"{name}={getattr(value, 'value', value)!r} evaluates while training, but eval_dataset is "
+                f"{eval_dataset!r}. Give a dataset as eval_dataset, or leave {name} out."
             )
     metric = args.metric_for_best_model
     if metric is None or trainer_class.evaluate is not Trainer.evaluate:
@@ -80,11 +92,13 @@ def check_args(args: MegaPackConfig) -> MegaPackConfig:
         args: What the trainer was given.
 
     Raises:
-        ConfigError: If they are not a MegaPackConfig, the environment announces another number of processes, the CPU is
-            asked for where there is a GPU, or FP8 where device or packages lack it.
+        ConfigError: If they are not a MegaPackConfig, or no longer one that could be built, the environment announces
+            another number of processes, the CPU is asked for where there is a GPU, or FP8 where device or packages
+            lack it.
     """
     if not isinstance(args, MegaPackConfig):
         raise ConfigError(f"args is a {type(args).__name__}; build a MegaPackConfig, which takes the same arguments.")
+    args.check()
     announced = int(os.environ.get("WORLD_SIZE", "1"))
     if announced != args.world_size:
         raise ConfigError(
@@ -139,20 +153,47 @@ def check_is_given(dataset: Any, name: str, user: str) -> None:
         raise ConfigError(f"{user} needs {name}: this trainer was built without one. Give it one as {name}.")
 
 
-def check_collator_and_optimizer(data_collator: Any, optimizer_cls_and_kwargs: tuple[type, dict] | None) -> None:
-    """Check the classes of two arguments that take None for the usual choice.
+def check_loader(loader: Any, method: str) -> None:
+    """Check that a loader yields packed updates.
+
+    Args:
+        loader: What a method that a subclass may override returned.
+        method: Name of that method.
+
+    Raises:
+        ConfigError: If MegaPackTrainer's own method did not make it.
+    """
+    draws = isinstance(loader, DataLoader) and (loader.batch_sampler or loader.dataset)
+    if not isinstance(draws, UpdateSampler | UpdateStream):
+        raise ConfigError(
+            f"{method}() returned a {type(loader).__name__} of its own, which does not yield packed updates. Return "
+            f"what super().{method}() returns; train_sampling_strategy, shuffle_unit and group_by_prefix set the order "
+            "of the data, and data_collator how it is packed."
+        )
+
+
+def check_collator_and_optimizer(
+    data_collator: Any, optimizers: tuple, optimizer_cls_and_kwargs: tuple[type, dict] | None
+) -> None:
+    """Check three arguments that take None for the usual choice.
 
     Args:
         data_collator: As for MegaPackTrainer.
+        optimizers: As for MegaPackTrainer; what its optimizer holds is checked when there are factors to compare.
         optimizer_cls_and_kwargs: As for MegaPackTrainer.
 
     Raises:
-        ConfigError: If batches would not be packed, or the optimizer is not elementwise.
+        ConfigError: If batches would not be packed, the optimizer is not elementwise or given twice, or the schedule
+            is another optimizer's.
     """
     if data_collator is not None and not isinstance(data_collator, PrefixTreeCollator):
         raise ConfigError(f"data_collator is a {type(data_collator).__name__}; it must be a PrefixTreeCollator.")
+    optimizer, scheduler = optimizers
     if optimizer_cls_and_kwargs is not None:
         check_optimizer_class(optimizer_cls_and_kwargs[0])
+        if optimizer is not None:
+            raise ConfigError("optimizers holds an optimizer, and optimizer_cls_and_kwargs is another. Give only one.")
+    check_scheduler(scheduler, optimizer)
 
 
 def resolve_adapter(
@@ -290,6 +331,22 @@ def _is_same_model(one: str | None, other: str | None) -> bool:
     if not one or not other:
         return not one and not other
     return one == other or (os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other))
+
+
+def find_eval_dataset(datasets: Any, name: str) -> Any:
+    """Return one of several evaluation sets.
+
+    Args:
+        datasets: The trainer's eval_dataset.
+        name: The one asked for.
+
+    Raises:
+        ConfigError: If there is none of that name.
+    """
+    if not isinstance(datasets, dict) or name not in datasets:
+        names = f"has {', '.join(map(repr, datasets))}" if isinstance(datasets, dict) else "is not a dict of several"
+        raise ConfigError(f"There is no evaluation set {name!r}: eval_dataset {names}.")
+    return datasets[name]
 
 
 def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:

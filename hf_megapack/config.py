@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from hf_megapack.arguments import ELEMENTWISE_OPTIMIZERS, TRAINING_ARGUMENTS, TRL_NAMES
 from hf_megapack.errors import ConfigError
+from hf_megapack.learning_rate import check_schedule
 
 _MINIMUM = {
     "max_length": 2,
@@ -183,18 +184,36 @@ class MegaPackConfig(TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._refuse_arguments()
-        self._check_own_fields()
-        self._resolve_recompute()
+        self._check_alone()
         if self.bf16 is None:
             self.bf16 = torch.cuda.is_available() and not self.use_cpu
         # transformers would ask accelerate, through the environment, to compile its own model.
         torch_compile, self.torch_compile = self.torch_compile, False
         super().__post_init__()
         self.torch_compile = torch_compile
+        self._check_together()
+
+    def check(self) -> None:
+        """Check every field once more: fields, and `set_optimizer` and its like, may be set after the config is built.
+
+        Raises:
+            ConfigError: As when the config is built, and if an attribute was set that only TRL has.
+        """
+        refuse_trl_names(vars(self))
+        self._check_alone()
+        self._check_together()
+
+    def _check_alone(self) -> None:
+        self._refuse_arguments()
+        self._check_own_fields()
+        self._resolve_recompute()
+
+    def _check_together(self) -> None:
         self._check_packing()
         self._check_combinations()
         self._check_optimizer()
+        self._check_duration()
+        check_schedule(self)
 
     def _refuse_arguments(self) -> None:
         """Raise ConfigError on a field of TrainingArguments that is refused, or unknown to our table, and set."""
@@ -284,7 +303,7 @@ class MegaPackConfig(TrainingArguments):
 
     def _check_optimizer(self) -> None:
         """Raise ConfigError on an optimizer that is not elementwise, or on an option of another optimizer."""
-        optim = self.optim.value
+        optim = getattr(self.optim, "value", self.optim)
         if optim not in ELEMENTWISE_OPTIMIZERS:
             raise ConfigError(
                 f"optim={optim!r} is not supported: only optimizers that treat every element alike update shards of a "
@@ -304,6 +323,20 @@ class MegaPackConfig(TrainingArguments):
             value = getattr(self, name)
             if known and value != TrainingArguments.__dataclass_fields__[name].default:
                 raise ConfigError(f"{name}={value!r} is not read by optim={optim!r}. Leave it out.")
+
+    def _check_duration(self) -> None:
+        """Raise ConfigError where nothing would be trained, or nothing of it saved."""
+        if self.max_steps == 0:
+            raise ConfigError("max_steps=0 trains nothing. Set a number of updates, or leave it out for whole epochs.")
+        if self.max_steps < 0 and self.num_train_epochs <= 0:
+            raise ConfigError(
+                f"num_train_epochs={self.num_train_epochs!r} trains nothing. Set a number above 0, or max_steps."
+            )
+        if self.save_strategy == "best" and self.eval_strategy == "no":
+            raise ConfigError(
+                "save_strategy='best' saves when an evaluation was the best, but eval_strategy='no', so nothing would "
+                "be saved. Set eval_strategy, or another save_strategy."
+            )
 
     def _check_packing(self) -> None:
         """Raise ConfigError where what fills a row, in which order, does not go with another field."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -67,22 +68,45 @@ def check_optimizer_parameters(
     """Check that a user's optimizer updates exactly the adapter.
 
     Args:
-        optimizer: The user's, None if there is none.
+        optimizer: The user's, None if there is none. Frozen weights may be among what it holds.
         parameters: PEFT key to factor.
 
     Raises:
-        ConfigError: If it holds other tensors, or not all factors.
+        ConfigError: If it is not elementwise, holds other tensors that learn, or not all factors.
     """
     if optimizer is None:
         return
     check_optimizer_class(type(optimizer))
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     factors = {id(parameter) for parameter in parameters.values()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = {id(parameter) for parameter in given if parameter.requires_grad or id(parameter) in factors}
     if held != factors:
         raise ConfigError(
             f"The optimizer holds {len(held)} tensors, of which {len(held & factors)} are among the adapter's "
             f"{len(factors)} factors. Build it from trainer.backend.parameters and assign trainer.optimizer before "
             "train(), or pass optimizer_cls_and_kwargs."
+        )
+
+
+def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Check that a user's schedule sets the learning rate of the optimizer that trains.
+
+    Args:
+        scheduler: The user's, None if there is none.
+        optimizer: The optimizer, wrapped or not; None if the trainer is to build it.
+
+    Raises:
+        ConfigError: If it was built for another optimizer, whose learning rate it would set in vain.
+    """
+    if scheduler is None:
+        return
+    its = getattr(scheduler, "optimizer", optimizer)
+    if optimizer is None or getattr(its, "optimizer", its) is not getattr(optimizer, "optimizer", optimizer):
+        raise ConfigError(
+            f"The schedule, a {type(scheduler).__name__}, was built for another optimizer than the one that trains, "
+            "whose learning rate it would not change. Use lr_scheduler_type and lr_scheduler_kwargs; or build the "
+            "optimizer from trainer.backend.parameters, the schedule from the optimizer, and assign both, "
+            "trainer.optimizer and trainer.lr_scheduler, before train()."
         )
 
 

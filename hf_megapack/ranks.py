@@ -94,6 +94,28 @@ def all_agree(is_good: bool, device: torch.device) -> bool:
     return bool(verdict.item())
 
 
+def share_flags(holder: object, prefix: str, device: torch.device) -> bool:
+    """Set each flag that is set on any rank on all of them.
+
+    Args:
+        holder: Has the flags as attributes, the same on every rank.
+        prefix: What their names begin with.
+        device: Device that the process group communicates on.
+
+    Returns:
+        Whether any flag is set.
+    """
+    names = sorted(name for name in vars(holder) if name.startswith(prefix))
+    values = [bool(getattr(holder, name)) for name in names]
+    if not is_alone():
+        shared = torch.tensor(values, dtype=torch.int32, device=device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        values = shared.tolist()
+    for name, value in zip(names, values, strict=True):
+        setattr(holder, name, bool(value))
+    return any(values)
+
+
 def _meet(group: dist.ProcessGroup | None) -> None:
     """Wait for the other ranks, as long as that group is allowed to, and give it up; nothing without one."""
     if group is not None:

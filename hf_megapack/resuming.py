@@ -7,6 +7,7 @@ number of updates, what fills a row and the parallel layout among it, and is hon
 """
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from transformers.trainer_callback import TrainerState
 
 from hf_megapack.data.stream import ExampleStream
 from hf_megapack.errors import ConfigError, ExportError
+from hf_megapack.streaming import place_in_stream
+
+logger = logging.getLogger(__name__)
 
 RUN_FILE = "megapack_run.json"
 
@@ -100,6 +104,33 @@ def check_run(folder: Path, run: dict[str, Any], *, skips: bool) -> None:
         )
     if skips and "num_train_examples" in run["place"]:
         _check_place(folder, run["place"])
+
+
+def find_place(trainer: Any, folder: Path, place: tuple[int, int], num_epochs: int) -> tuple[int, int]:
+    """Return the epoch in which a resumed run goes on, and how many of its updates to skip.
+
+    Args:
+        trainer: A MegaPackTrainer that has read the checkpoint's state.
+        folder: The checkpoint.
+        place: What the HF Trainer makes of it, which is right for a dataset with a length and updates left to do.
+        num_epochs: Epochs of the run; returned as the place when nothing is left, because the HF Trainer would do one
+            more update of an epoch that is not over.
+
+    Raises:
+        ConfigError: If the checkpoint is farther than the run shall go, or was not written on such a dataset.
+    """
+    state = trainer.state
+    if state.global_step > state.max_steps:
+        raise ConfigError(
+            f"{folder} was written after {state.global_step} updates, but max_steps or num_train_epochs asks for "
+            f"{state.max_steps}. Raise it, or resume from an earlier checkpoint."
+        )
+    if state.global_step == state.max_steps:
+        logger.warning("%s holds all %d updates: there is nothing left to train.", folder, state.max_steps)
+        return num_epochs, 0
+    if isinstance(trainer.train_dataset, ExampleStream):
+        return place_in_stream(folder, skips=not trainer.args.ignore_data_skip)
+    return place
 
 
 def _read_run(folder: Path) -> dict[str, Any]:

@@ -21,19 +21,16 @@ from transformers import PretrainedConfig, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, rotate_checkpoints
 from transformers.utils import logging
 
-from hf_megapack import checks, resuming, saving
+from hf_megapack import checks, guard, resuming, saving
 from hf_megapack.batch import PackedBatch
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.container import ModelContainer
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.lengths import LengthTally
-from hf_megapack.data.stream import ExampleStream
 from hf_megapack.errors import ConfigError, NonFiniteResultError
-from hf_megapack.guard import SkippableOptimizer, check_adapters_learn, check_finite, check_optimizer_parameters
 from hf_megapack.loading import build_collator, build_loader, describe_sharing, next_batch, prepare_on_rank_zero
 from hf_megapack.meter import TokenTally, UpdateMeter, count_slots, token_counts
-from hf_megapack.ranks import on_rank_zero
-from hf_megapack.streaming import place_in_stream
+from hf_megapack.ranks import on_rank_zero, share_flags
 from hf_megapack.weights.export import check_holds_targets, read_peft_adapter
 
 logger = logging.get_logger(__name__)
@@ -55,7 +52,7 @@ class MegaPackTrainer(Trainer):
         compute_loss_func: Refused by name; in TRL's place.
         compute_metrics: Refused likewise.
         callbacks: As for the HF Trainer.
-        optimizers: As for the HF Trainer; the optimizer must hold exactly the adapter's factors.
+        optimizers: As for the HF Trainer; of what learns, the optimizer must hold exactly the adapter's factors.
         optimizer_cls_and_kwargs: As for the HF Trainer, elementwise optimizers only.
         preprocess_logits_for_metrics: Refused likewise.
         quantization_config: Refused likewise.
@@ -103,7 +100,7 @@ class MegaPackTrainer(Trainer):
         )
         args = checks.check_args(MegaPackConfig() if args is None else args)
         checks.check_subclass(type(self), args, eval_dataset)
-        checks.check_collator_and_optimizer(data_collator, optimizer_cls_and_kwargs)
+        checks.check_collator_and_optimizer(data_collator, optimizers, optimizer_cls_and_kwargs)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
         self._attention = resolve_attention(base_model, args, (data_collator or args).packing_strategy)
@@ -119,7 +116,7 @@ class MegaPackTrainer(Trainer):
         saving.check_export(args, self.peft_config, self.backend)
         if adapter is not None:
             self.backend.load_adapter(check_holds_targets(model, adapter, self.backend.linear_names))
-        check_optimizer_parameters(optimizers[0], self.backend.parameters)
+        guard.check_optimizer_parameters(optimizers[0], self.backend.parameters)
         self._accumulation, self._meter, self._sharing_told, self._adapters_checked = None, UpdateMeter(), False, False
         super().__init__(
             ModelContainer(self.backend.model, self.backend.parameters),
@@ -176,19 +173,18 @@ class MegaPackTrainer(Trainer):
 
     def set_initial_training_values(self, args: MegaPackConfig, dataloader: DataLoader) -> tuple:
         """Count updates as batches; everything else as the HF Trainer does."""
+        checks.check_loader(dataloader, "get_train_dataloader")
         with self._one_batch_per_update():
             return super().set_initial_training_values(args, dataloader)
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         with self._one_batch_per_update():
-            place, checkpoint = super()._init_training_state(*args), args[3]
-        if checkpoint is None or not isinstance(self.train_dataset, ExampleStream):
-            return place
-        return place_in_stream(Path(checkpoint), skips=not self.args.ignore_data_skip)
+            place, (_, _, num_epochs, checkpoint, _) = super()._init_training_state(*args), args
+        return place if checkpoint is None else resuming.find_place(self, Path(checkpoint), place, num_epochs)
 
     def _run_epoch(self, model: torch.nn.Module, epoch: int, train_dataloader: DataLoader, *args, **kwargs) -> None:
         # The HF Trainer does not reach the sampler of a plain DataLoader: every epoch would repeat the first.
-        self._train_order.set_epoch(epoch)
+        (train_dataloader.batch_sampler or train_dataloader.dataset).set_epoch(epoch)
         with self._one_batch_per_update():
             super()._run_epoch(model, epoch, train_dataloader, *args, **kwargs)
 
@@ -196,15 +192,13 @@ class MegaPackTrainer(Trainer):
         """Return a loader that yields one PackedBatch per update."""
         checks.check_is_given(self.train_dataset, "train_dataset", "train()")
         size = self.get_total_train_batch_size(self.args)
-        loader = build_loader(self.train_dataset, self.data_collator, self.args, update_size=size, is_training=True)
-        self._train_order = loader.batch_sampler or loader.dataset
-        return loader
+        return build_loader(self.train_dataset, self.data_collator, self.args, update_size=size, is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         """Return a loader that yields one PackedBatch per eval_batch_size examples and data-parallel rank."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
+            dataset = checks.find_eval_dataset(self.eval_dataset, dataset)
         elif dataset is not self.eval_dataset:
             dataset = prepare_on_rank_zero(dataset, self.processing_class, self.args, limit=self.example_limit)
         checks.check_is_given(dataset, "eval_dataset", "evaluate()")
@@ -236,7 +230,7 @@ class MegaPackTrainer(Trainer):
         """Compute the gradients of one update and return its loss, the same on every rank; 0 if it will be skipped."""
         result = self.backend.run_step(inputs)
         if not self._adapters_checked:
-            check_adapters_learn(self.backend.parameters, self.args.device)
+            guard.check_adapters_learn(self.backend.parameters, self.args.device)
             self._adapters_checked = True
         self._loss = result.loss
         self._meter.add(inputs, result)
@@ -268,10 +262,12 @@ class MegaPackTrainer(Trainer):
         """Build optimizer and scheduler; accelerate never sees the model, which it would wrap and overwrite."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        if not isinstance(optimizer := self.create_optimizer(), SkippableOptimizer):
-            self.optimizer = SkippableOptimizer(optimizer)
+        if not isinstance(optimizer := self.create_optimizer(), guard.SkippableOptimizer):
+            guard.check_optimizer_parameters(optimizer, self.backend.parameters)
+            self.optimizer = guard.SkippableOptimizer(optimizer)
         self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
         self.create_scheduler(num_training_steps=max_steps)
+        guard.check_scheduler(self.lr_scheduler, self.optimizer)
         self.model_wrapped = self.model
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -292,7 +288,7 @@ class MegaPackTrainer(Trainer):
         """Return the gradient norm over all shards; raise, or mark the step as skipped, if a result is not finite."""
         norm = self.backend.grad_norm()
         try:
-            check_finite(self._loss, norm, step=self.state.global_step + 1, device=self.args.device)
+            guard.check_finite(self._loss, norm, step=self.state.global_step + 1, device=self.args.device)
         except NonFiniteResultError as error:
             if self.args.on_nonfinite == "raise":
                 raise
@@ -303,14 +299,20 @@ class MegaPackTrainer(Trainer):
 
     # Logging and evaluation.
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Do on every rank what a callback asks for on any: all take part in it, and one alone would wait forever."""
+        if share_flags(self.control, "should_", self.args.device):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            share_flags(self.control, "should_", self.args.device)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the token counts to the log lines of training."""
         if "loss" in logs:
             logs.update(self._meter.take(self.state.num_input_tokens_seen))
-        elif "train_runtime" in logs:
+        elif "total_flos" in logs:
             lengths = self._lengths.metrics() or self._meter.lengths.metrics()
             logs.update(token_counts(self._meter.total) | lengths | self._meter.losses.mean_in_place_of("train_loss"))
-            if not self._sharing_told:
+            if not self._sharing_told and self._meter.total.num_updates:
                 self._tell_sharing()
         super().log(logs, start_time)
 
@@ -323,6 +325,7 @@ class MegaPackTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Return the mean loss per loss-bearing token of the whole set, whatever its packing or layout."""
+        checks.check_loader(dataloader, "get_eval_dataloader")
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
         tally, num_examples, iterator = TokenTally(), 0, iter(dataloader)

@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "megatron": {"weights", "kernels", "packing"},
     "arguments": set(),
     "container": set(),
-    "config": {"arguments"},
+    "learning_rate": set(),
+    "config": {"arguments", "learning_rate"},
     "command_line": {"config"},
     "ranks": set(),
     "meter": {"data", "packing"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "loading": {"config", "data", "packing", "ranks", "streaming"},
     "inspect": {"config", "data", "loading", "packing", "picture"},
     "saving": {"config", "weights"},
-    "resuming": {"data"},
+    "resuming": {"data", "streaming"},
     "checks": {"arguments", "config", "data", "guard", "meter", "weights"},
     "trainer": {
         "batch",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, SchedulerType, TrainingArguments
 
 from hf_megapack import checks
 from hf_megapack.arguments import DROPPED_ARGUMENTS, TRAINER_ARGUMENTS, TRAINING_ARGUMENTS, TRL_NAMES
@@ -164,6 +164,26 @@ def test_trl_fields_are_ours_or_explained():
         ({"max_grad_norm": None}, "max_grad_norm=None is not a number; 0 leaves"),
         ({"optim": "sgd", "adam_beta2": 0.95}, "adam_beta2=0.95 is not read by optim='sgd'"),
         ({"optim": "adafactor"}, "optim='adafactor' .*Allowed: adamw_torch"),
+        ({"max_steps": 0}, "max_steps=0 trains nothing"),
+        ({"num_train_epochs": 0}, "num_train_epochs=0 trains nothing"),
+        ({"num_train_epochs": -1}, "num_train_epochs=-1 trains nothing"),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy='best' .*nothing would be saved"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "warmup_steps=3 would be ignored.*constant_with_warmup"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 0.1}, "warmup_steps=0.1 would be ignored"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "warmup_steps": 3, "eval_strategy": "epoch"},
+            "lr_scheduler_type='reduce_lr_on_plateau' has no warmup",
+        ),
+        ({"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {"x": 1}}, "kwargs=.* would be ignored"),
+        ({"lr_scheduler_kwargs": {"min_lr": 1e-5}}, "does not suit lr_scheduler_type='linear': .*'min_lr'"),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr"},
+            "kwargs=None does not suit .*'cosine_with_min_lr': .*min_lr_rate",
+        ),
+        (
+            {"lr_scheduler_type": "polynomial", "learning_rate": 1e-4, "lr_scheduler_kwargs": {"lr_end": 1e-3}},
+            "does not suit lr_scheduler_type='polynomial'",
+        ),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
         ({"recompute": "off", "gradient_checkpointing": True}, "gradient_checkpointing=True means recompute='full'"),
     ],
@@ -171,6 +191,45 @@ def test_trl_fields_are_ours_or_explained():
 def test_a_wrong_option_is_refused_by_name(make, options, message):
     with pytest.raises(ConfigError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("name", [schedule.value for schedule in SchedulerType])
+def test_every_schedule_of_transformers_can_be_chosen(make, name):
+    needed = {"cosine_with_min_lr": {"min_lr": 1e-6}, "warmup_stable_decay": {"num_decay_steps": 2}}
+    needed["cosine_warmup_with_min_lr"] = {"min_lr": 1e-6}
+    has_warmup = name not in ("constant", "greedy", "reduce_lr_on_plateau")
+    config = make(
+        lr_scheduler_type=name, lr_scheduler_kwargs=needed.get(name), warmup_steps=5 if has_warmup else 0,
+        eval_strategy="epoch",
+    )  # fmt: skip
+    assert config.lr_scheduler_type == name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: setattr(config, "label_smoothing_factor", 0.1), "label_smoothing_factor=0.1 is not supported"),
+        (lambda config: setattr(config, "packing", True), "packing is a TRL argument"),
+        (lambda config: setattr(config, "overlong", "cut"), "overlong='cut' is not allowed"),
+        (lambda config: setattr(config, "optim", "adafactor"), "optim='adafactor' is not supported"),
+        (lambda config: config.set_optimizer("adafactor"), "optim='adafactor' is not supported"),
+        (lambda config: config.set_push_to_hub("me/mine"), "push_to_hub=True is not supported"),
+        (lambda config: config.set_lr_scheduler("constant", warmup_steps=3), "warmup_steps=3 would be ignored"),
+    ],
+)
+def test_what_is_set_later_is_checked_too(make, change, message):
+    config = make()
+    checks.check_args(config)
+    change(config)
+    with pytest.raises(ConfigError, match=message):
+        checks.check_args(config)
+
+
+def test_full_recompute_may_be_asked_for_later(make):
+    config = make()
+    config.gradient_checkpointing = True
+    checks.check_args(config)
+    assert (config.recompute, bool(config.gradient_checkpointing)) == ("full", False)
 
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])

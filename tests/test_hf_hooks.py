@@ -5,6 +5,7 @@ The hooks of the HF Trainer exist in transformers 5.8, 5.17 and 5.24.
 
 import ast
 import inspect
+import re
 
 import pytest
 from accelerate import skip_first_batches
@@ -36,6 +37,7 @@ OVERRIDDEN = {
     "_clip_grad_norm": ["model"],
     "_get_grad_norm": ["model", "grad_norm"],
     "_move_model_to_device": ["model", "device"],
+    "_maybe_log_save_evaluate": [],
     "log": ["logs", "start_time"],
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     "save_model": ["output_dir", "_internal_call"],
@@ -99,7 +101,16 @@ def test_the_loop_reads_what_we_set():
     prepare = inspect.getsource(Trainer._prepare_for_training)
     assert "self._created_lr_scheduler" in prepare
     assert "self._prepare_for_training(" in inspect.getsource(Trainer._inner_training_loop)
-    # Our override finds the checkpoint by its place.
+    # The only line of training's last log that no evaluation has, whatever its prefix.
+    assert 'metrics["total_flos"] = ' in inspect.getsource(Trainer._finalize_training)
+    # What callbacks ask for is acted on there, and only there.
+    assert epoch.count("self._maybe_log_save_evaluate(") == 2
+    flags = {name for name in vars(TrainerControl()) if name.startswith("should_")}
+    assert {f"self.control.{flag}" for flag in ("should_log", "should_evaluate", "should_save")} <= set(
+        re.findall(r"self\.control\.should_\w+", inspect.getsource(Trainer._maybe_log_save_evaluate))
+    )
+    assert flags == {f"should_{what}" for what in ("training_stop", "epoch_stop", "save", "evaluate", "log")}
+    # Our override finds the number of epochs and the checkpoint by their places.
     call = "max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial\n"
     assert call in inspect.getsource(Trainer._inner_training_loop)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.errors import BackendError, DataError, ExportError, NonFiniteResultError
@@ -64,10 +65,10 @@ def check_sharing(rank: int) -> None:
 def build(folder: str, **options) -> RankTrainer:
     """Return a trainer of this rank."""
     defaults = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 0.05, "disable_tqdm": True}
-    defaults["dataloader_num_workers"] = 0
+    defaults |= {"dataloader_num_workers": 0, "save_strategy": "steps", "save_steps": 2}
     return RankTrainer(
         MODEL,
-        MegaPackConfig(output_dir=folder, use_cpu=True, save_strategy="steps", save_steps=2, **(defaults | options)),
+        MegaPackConfig(output_dir=folder, use_cpu=True, **(defaults | options)),
         train_dataset=rows(),
         eval_dataset=rows()[:3],
         processing_class=load_tokenizer(),
@@ -121,6 +122,34 @@ def check_failures(rank: int, folder: str) -> None:
         trainer.save_model(folder + "/poisoned")
 
 
+class Asking(TrainerCallback):
+    """Asks for something after the second update, on one rank alone, as a signal or a clock does."""
+
+    def __init__(self, asks: bool, event: str, *flags: str):
+        self._flags = flags if asks else ()
+        setattr(self, event, self._ask)
+
+    def _ask(self, args, state, control, **kwargs):
+        for flag in self._flags if state.global_step == 2 else ():
+            setattr(control, flag, True)
+
+
+def check_callbacks(rank: int, folder: str) -> None:
+    """What a callback asks for on one rank happens on both, at the same update."""
+    for asking in range(2):
+        run = Path(f"{folder}-{asking}")
+        stopped = build(str(run), save_strategy="no")
+        stopped.add_callback(Asking(rank == asking, "on_step_end", "should_save", "should_evaluate"))
+        stopped.add_callback(Asking(rank == asking, "on_save", "should_training_stop"))
+        assert stopped.train().global_step == 2
+        assert [path.name for path in run.iterdir()] == ["checkpoint-2"]
+        assert sum("eval_loss" in line for line in stopped.state.log_history) == 1
+        cut = build(str(run), save_strategy="no")
+        cut.add_callback(Asking(rank == asking, "on_step_end", "should_epoch_stop"))
+        cut.train()
+        assert (cut.state.global_step, cut.state.epoch) == (2, 0.5)
+
+
 def run_rank(rank: int, port: int, folder: str) -> None:
     """Be one of two processes, as torchrun starts them."""
     os.environ |= {
@@ -133,9 +162,10 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         "OMP_NUM_THREADS": "1",
     }
     try:
-        MegaPackConfig(output_dir=folder, use_cpu=True)
+        MegaPackConfig(output_dir=folder, use_cpu=True, ddp_timeout=120)
         check_sharing(rank)
         check_training(rank, f"{folder}/run")
+        check_callbacks(rank, f"{folder}/callbacks")
         check_failures(rank, f"{folder}/failures")
         Path(folder, f"done-{rank}").touch()
     except BaseException:

@@ -234,6 +234,40 @@ def test_a_place_in_a_stream_needs_the_same_examples_per_update(make, checkpoint
     make(is_stream=True, ignore_data_skip=True, **(saved | now)).train(resume_from_checkpoint=str(checkpoint))
 
 
+# a run that is over
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("length", [{"max_steps": 4}, {"max_steps": -1, "num_train_epochs": 1.3}])
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_finished_run_resumes_without_another_update(make, tmp_path, caplog, is_stream, length, skips):
+    """As a job does that is started again; an epoch has five updates, so the last one is not over."""
+    options = {"is_stream": is_stream, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    if is_stream:
+        length = {"max_steps": 7}
+    first = make(**options, **length)
+    first.train()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    again = make(**options, **length, ignore_data_skip=not skips)
+    output = again.train(resume_from_checkpoint=True)
+    assert again.backend.calls == []
+    assert output.global_step == again.state.global_step == first.state.global_step
+    assert again.state.epoch == first.state.epoch
+    assert_equal_adapters(adapter(again), adapter(first))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == names
+    assert f"holds all {output.global_step} updates: there is nothing left to train" in caplog.text
+    assert "Each executed token stands for 0.00" not in caplog.text
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 1}, {"max_steps": -1, "num_train_epochs": 0.2}])
+def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(make, checkpoint, length):
+    make(**SAVING).train()
+    shorter = make(**length)
+    with pytest.raises(ConfigError, match=r"checkpoint-2 was written after 2 updates, but .* asks for 1\. Raise it"):
+        shorter.train(resume_from_checkpoint=str(checkpoint))
+    assert shorter.backend.calls == []
+
+
 # the folder of a run
 
 

@@ -360,6 +360,37 @@ def test_several_eval_sets_and_another_one(make):
     assert trainer.evaluate(three)["eval_loss"] == pytest.approx(oracle_loss(trainer.backend, three), rel=1e-6)
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_an_evaluation_called_train_has_the_numbers_of_any_other(make, caplog, is_trained):
+    """Training's own last line has the same train_loss and train_runtime; a skipped update changes its mean."""
+    rows = token_rows(3)
+    trainer = make(on_nonfinite="skip")
+    if is_trained:
+        trainer.backend.poison = {2: "loss"}
+        trainer.train()
+    metrics = trainer.evaluate(rows, metric_key_prefix="train")
+    other = trainer.evaluate(rows, metric_key_prefix="other")
+    assert {name.removeprefix("train_") for name in metrics} == {name.removeprefix("other_") for name in other}
+    assert metrics["train_loss"] == other["other_loss"]
+    assert metrics["train_loss"] == pytest.approx(oracle_loss(trainer.backend, rows), rel=1e-6)
+    assert "stands for 0.00" not in caplog.text
+
+
+@pytest.mark.parametrize(("datasets", "named"), [(["one", "two"], "has 'one', 'two'"), (None, "is not a dict")])
+def test_an_eval_set_of_an_unknown_name_is_an_error(make, datasets, named):
+    trainer = make(eval_dataset={name: token_rows(2) for name in datasets} if datasets else token_rows(2))
+    with pytest.raises(ConfigError, match=f"no evaluation set 'three': eval_dataset {named}"):
+        trainer.evaluate("three")
+
+
+@pytest.mark.parametrize("option", [{"eval_strategy": "steps", "eval_steps": 1}, {"eval_on_start": True}])
+@pytest.mark.parametrize("dataset", [None, {}])
+def test_evaluation_of_nothing_is_refused_before_anything_is_read(make, option, dataset):
+    name = next(iter(option))
+    with pytest.raises(ConfigError, match=rf"{name}=('steps'|True) evaluates while training, but eval_dataset is"):
+        make(rows=[{"not": "read"}], eval_dataset=dataset, **option)
+
+
 def test_a_nan_in_evaluation_is_reported_not_hidden(make):
     trainer = make(eval_dataset=token_rows(4), per_device_eval_batch_size=2)
     eval_step, calls = trainer.backend.eval_step, []

@@ -221,6 +221,90 @@ def test_a_given_optimizer_must_hold_the_adapter(make, tmp_path, tiny_tokenizer)
     assert isinstance(scheduled.optimizer.optimizer, torch.optim.NAdam)
 
 
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda factors: torch.optim.AdamW(factors[:1]),
+            "holds 1 tensors, of which 1 are among the adapter's 4 factors",
+        ),
+        (torch.optim.Adafactor, "Adafactor.*not supported"),
+        (lambda factors: torch.optim.SGD([*factors, torch.nn.Parameter(torch.ones(1))]), "holds 5 tensors, of which 4"),
+    ],
+)
+def test_an_assigned_optimizer_is_checked_before_the_first_update(make, build, message):
+    trainer = make()
+    trainer.optimizer = build(list(trainer.backend.parameters.values()))
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    assert trainer.backend.calls == []
+
+
+def test_an_assigned_optimizer_may_hold_frozen_weights_and_have_a_schedule(make):
+    trainer, recorder = make(max_steps=3), Recorder()
+    trainer.add_callback(recorder)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5)
+    assert sum(not p.requires_grad for p in trainer.model.parameters()) == 1
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 / (1 + step))
+    trainer.train()
+    assert recorder.rates == pytest.approx([0.5, 0.25, 0.5 / 3])
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.125
+    trainer.train()  # the schedule knows the optimizer that is wrapped by now
+
+
+def test_a_schedule_of_another_optimizer_is_refused(make, tmp_path, tiny_tokenizer):
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(stranger, lambda step: 1 / (1 + step))
+    message = "The schedule, a LambdaLR, was built for another optimizer"
+    trainer = make()
+    for optimizer in (None, torch.optim.SGD(trainer.backend.parameters.values(), lr=0.1)):
+        with pytest.raises(ConfigError, match=message):
+            FakeTrainer(MODEL, trainer.args, peft_config=LoraConfig(**LORA), optimizers=(optimizer, schedule))
+    trainer.lr_scheduler = schedule
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    assert trainer.backend.calls == []
+
+
+def test_two_optimizers_are_refused(make):
+    mine = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    with pytest.raises(ConfigError, match="Give only one"):
+        FakeTrainer(
+            MODEL, make().args, peft_config=LoraConfig(**LORA), optimizers=(mine, None),
+            optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["get_train_dataloader", "get_eval_dataloader"])
+@pytest.mark.parametrize("collate", [None, list])
+def test_a_loader_that_packs_no_updates_is_refused_by_name(make, method, collate):
+    def own(self, eval_dataset=None):
+        return torch.utils.data.DataLoader(self.eval_dataset, batch_size=2, collate_fn=collate or self.data_collator)
+
+    trainer = make(trainer=type("Mine", (FakeTrainer,), {method: own}), eval_dataset=token_rows(4))
+    with pytest.raises(ConfigError, match=rf"^{method}\(\) returned a DataLoader of its own"):
+        trainer.train() if "train" in method else trainer.evaluate()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_subclass_may_look_at_the_loaders(make, is_stream):
+    seen = []
+
+    class Mine(FakeTrainer):
+        def get_train_dataloader(self):
+            seen.append(loader := super().get_train_dataloader())
+            return loader
+
+        def get_eval_dataloader(self, eval_dataset=None):
+            seen.append(loader := super().get_eval_dataloader(eval_dataset))
+            return loader
+
+    trainer = make(trainer=Mine, eval_dataset=token_rows(2), is_stream=is_stream, max_steps=6)
+    trainer.train()
+    trainer.evaluate()
+    assert len(seen) == 2
+
+
 def test_a_given_collator_is_used(make, tmp_path, tiny_tokenizer):
     trainer = FakeTrainer(
         LlamaConfig(),

@@ -124,7 +124,7 @@ def _transform_rows(transform: ChatTransform, rows: Any) -> dict[str, list[Any]]
         or not all(isinstance(r, Mapping) for r in rows)
     ):
         raise ConfigError(
-            f"train_dataset must be a datasets.Dataset or a list of dicts, got {type(rows).__name__}; of a DatasetDict "
+            f"a dataset must be a datasets.Dataset or a list of dicts, got {type(rows).__name__}; of a DatasetDict "
             f'pass one split, such as dataset["train"]'
         )
     if not rows:
