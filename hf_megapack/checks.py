@@ -1,8 +1,10 @@
 """What MegaPackTrainer checks about its arguments before any data is read or any weight is loaded."""
 
+import dataclasses
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,17 +13,20 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Trainer
 
-from hf_megapack.arguments import TRAINER_ARGUMENTS, UNCALLED_METHODS
+from hf_megapack.arguments import PER_PROCESS, TRAINER_ARGUMENTS, UNCALLED_METHODS
 from hf_megapack.config import MegaPackConfig, refuse_trl_names
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.lengths import ExampleLimit, longest_example
 from hf_megapack.errors import ConfigError
 from hf_megapack.guard import check_optimizer_class
 from hf_megapack.meter import EVALUATED
+from hf_megapack.ranks import find_differences
 from hf_megapack.weights.adapter import check_lora_config, lora_spec
 from hf_megapack.weights.export import read_peft_adapter
 
 logger = logging.getLogger(__name__)
+
+_LOCAL = ("base_model_name_or_path", "runtime_config", "auto_mapping", "peft_version")
 
 
 def refuse_arguments(**arguments: Any) -> None:
@@ -153,6 +158,40 @@ def check_collator_and_optimizer(data_collator: Any, optimizer_cls_and_kwargs: t
         raise ConfigError(f"data_collator is a {type(data_collator).__name__}; it must be a PrefixTreeCollator.")
     if optimizer_cls_and_kwargs is not None:
         check_optimizer_class(optimizer_cls_and_kwargs[0])
+
+
+def check_ranks_agree(args: MegaPackConfig, peft_config: LoraConfig) -> None:
+    """Check that every process was given the same arguments. A collective: every rank calls it.
+
+    Args:
+        args: Compared but for PER_PROCESS, which only rank 0 or nothing that is trained depends on.
+        peft_config: Compared but for the base model's name: nodes may keep their models in different places.
+
+    Raises:
+        ConfigError: Naming each argument that differs, with rank 0's value and this rank's.
+    """
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in PER_PROCESS}
+    adapter = {f"peft_config.{name}": value for name, value in peft_config.to_dict().items() if name not in _LOCAL}
+    values = {name: _as_text(value) for name, value in (given | adapter).items()}
+    differing = find_differences(values, args.device)
+    if not differing:
+        return
+    here = args.process_index
+    listed = "".join(
+        f"\n  {name}: rank 0 has {text}, "
+        + (f"rank {here} has {values.get(name)}" if values.get(name) != text else "another rank does not")
+        for name, text in differing.items()
+    )
+    raise ConfigError(
+        f"The processes were given different arguments, and each would train the model in its own way:{listed}\nGive "
+        "all of them the same: one file for every node, and no value that is drawn at random or made from the rank."
+    )
+
+
+def _as_text(value: Any) -> str:
+    """Return a text that equal values have in every process: each has its own order of sets, and its own addresses."""
+    text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def resolve_adapter(

@@ -136,7 +136,9 @@ class MegaPackConfig(TrainingArguments):
 
     # precision and speed
     bf16: bool | None = _option(
-        None, "Compute in bfloat16 with frozen weights kept in it. None means True on a GPU and False on a CPU."
+        None,
+        "Compute in bfloat16 with frozen weights kept in it. None means True on a GPU, or where accelerate's "
+        "configuration says mixed_precision: bf16, and False otherwise.",
     )
     fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = _option(
         None,
@@ -186,8 +188,7 @@ class MegaPackConfig(TrainingArguments):
         self._refuse_arguments()
         self._check_own_fields()
         self._resolve_recompute()
-        if self.bf16 is None:
-            self.bf16 = torch.cuda.is_available() and not self.use_cpu
+        self._follow_launcher()
         # transformers would ask accelerate, through the environment, to compile its own model.
         torch_compile, self.torch_compile = self.torch_compile, False
         super().__post_init__()
@@ -207,12 +208,30 @@ class MegaPackConfig(TrainingArguments):
                 continue
             reason = verdict.reason if verdict else "this version of hf_megapack does not know it"
             raise ConfigError(f"{inherited.name}={value!r} is not supported: {reason}. Leave {inherited.name} out.")
-        for plugin in ("DEEPSPEED", "FSDP"):
+
+    def _follow_launcher(self) -> None:
+        """Take bf16 from accelerate's configuration, and raise ConfigError on what it asks for and would not get."""
+        for plugin in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"):
             if os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() in ("1", "true"):
                 raise ConfigError(
                     f"This process was launched with accelerate's {plugin} plugin (ACCELERATE_USE_{plugin}), which is "
                     "not supported: launch without it and use tensor_parallel_size and the fields beside it."
                 )
+        compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+        if compiler.lower() != "no":
+            raise ConfigError(
+                f"accelerate's configuration asks for the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND), but the "
+                "model does not pass through accelerate. Take it out there; torch_compile=True compiles layers."
+            )
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+        if precision not in ("no", "bf16") or (precision == "bf16" and self.bf16 is False):
+            raise ConfigError(
+                f"accelerate's configuration asks for mixed_precision={precision!r} (ACCELERATE_MIXED_PRECISION), but "
+                f"bf16={self.bf16} and fp8={self.fp8!r} in MegaPackConfig decide. Set mixed_precision to 'no' there, "
+                "and bf16 or fp8 as you want it."
+            )
+        if self.bf16 is None:
+            self.bf16 = precision == "bf16" or (torch.cuda.is_available() and not self.use_cpu)
 
     def _check_own_fields(self) -> None:
         """Check the fields that this class declares against their types and minima."""

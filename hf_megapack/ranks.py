@@ -1,13 +1,14 @@
-"""What rank 0 makes reaches every rank, and so does its error.
+"""What rank 0 makes reaches every rank, and so does its error; what any rank asks for, all do.
 
 Nothing is pickled: a value travels as bytes of its own format, an error as its class name and message. In a single
 process the value is handed over as it is.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ T = TypeVar("T")
 
 _NOTHING, _VALUE, _ERROR = 0, 1, 2
 _PATIENCE = timedelta(days=30)
+# Fields of transformers' TrainerControl.
+_EVENTS = ("should_log", "should_evaluate", "should_save")
+_ENDS = ("should_epoch_stop", "should_training_stop")
 
 
 def is_alone() -> bool:
@@ -92,6 +96,49 @@ def all_agree(is_good: bool, device: torch.device) -> bool:
     verdict = torch.tensor(int(is_good), device=device)
     dist.all_reduce(verdict, dist.ReduceOp.MIN)
     return bool(verdict.item())
+
+
+def find_differences(values: Mapping[str, str], device: torch.device) -> dict[str, str]:
+    """Find what is not the same on every rank. A collective: every rank calls it.
+
+    Args:
+        values: Name to text; rank 0's names count.
+        device: Device that the process group communicates on.
+
+    Returns:
+        Name to rank 0's text, of every value that any rank has otherwise; the same on every rank.
+    """
+    if is_alone():
+        return {}
+    first = from_rank_zero(
+        lambda: dict(values), encode=lambda value: json.dumps(value).encode(), decode=json.loads, device=device
+    )
+    differs = torch.tensor([values.get(name) != text for name, text in first.items()], dtype=torch.int32, device=device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    return {name: text for (name, text), mark in zip(first.items(), differs.tolist(), strict=True) if mark}
+
+
+@contextmanager
+def shared_wishes(trainer: Any) -> Iterator[None]:
+    """Let every rank do what any rank's callbacks ask for, because logging, evaluating and saving take all of them.
+
+    Args:
+        trainer: An HF Trainer. Its `control` is shared at the beginning, and at the end if callbacks were asked inside.
+    """
+    _share_wishes(trainer.control, trainer.args.device)
+    is_asked_again = any(getattr(trainer.control, name) for name in _EVENTS)
+    yield
+    if is_asked_again:
+        _share_wishes(trainer.control, trainer.args.device)
+
+
+def _share_wishes(control: Any, device: torch.device) -> None:
+    if is_alone():
+        return
+    wishes = torch.tensor([getattr(control, name) for name in (*_EVENTS, *_ENDS)], dtype=torch.int32, device=device)
+    dist.all_reduce(wishes, dist.ReduceOp.MAX)
+    for name, wish in zip((*_EVENTS, *_ENDS), wishes.tolist(), strict=True):
+        setattr(control, name, bool(wish))
 
 
 def _meet(group: dist.ProcessGroup | None) -> None:

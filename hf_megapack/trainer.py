@@ -32,7 +32,7 @@ from hf_megapack.errors import ConfigError, NonFiniteResultError
 from hf_megapack.guard import SkippableOptimizer, check_adapters_learn, check_finite, check_optimizer_parameters
 from hf_megapack.loading import build_collator, build_loader, describe_sharing, next_batch, prepare_on_rank_zero
 from hf_megapack.meter import TokenTally, UpdateMeter, count_slots, token_counts
-from hf_megapack.ranks import on_rank_zero
+from hf_megapack.ranks import on_rank_zero, shared_wishes
 from hf_megapack.streaming import place_in_stream
 from hf_megapack.weights.export import read_peft_adapter
 
@@ -105,13 +105,14 @@ class MegaPackTrainer(Trainer):
         checks.check_subclass(type(self), args, eval_dataset)
         checks.check_collator_and_optimizer(data_collator, optimizer_cls_and_kwargs)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
+        checks.check_ranks_agree(args, self.peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
         self._attention = resolve_attention(base_model, args, (data_collator or args).packing_strategy)
         self.example_limit, self._lengths = checks.find_example_limit(base_model, args), LengthTally()
         known = {"attention": self._attention, "vocab_size": self.example_limit.vocab_size}
         collator = partial(build_collator, processing_class, args, **known)
         collator(data_parallel_size=1)  # options that do not fit raise before any work
-        on_rank_zero(lambda: saving.make_output_folder(Path(args.output_dir)), args.device)
+        args.output_dir = saving.share_output_folder(args)
         read = partial(prepare_on_rank_zero, processing_class=processing_class, args=args, limit=self.example_limit)
         train_dataset, eval_dataset = read(train_dataset, is_training=True, tally=self._lengths), read(eval_dataset)
         set_seed(args.seed)
@@ -121,17 +122,10 @@ class MegaPackTrainer(Trainer):
             self.backend.load_adapter(adapter)
         check_optimizer_parameters(optimizers[0], self.backend.parameters)
         self._accumulation, self._meter, self._sharing_told, self._adapters_checked = None, UpdateMeter(), False, False
-        super().__init__(
-            ModelContainer(self.backend.model, self.backend.parameters),
-            args,
-            data_collator or collator(self.backend.data_parallel_size),
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )
+        container = ModelContainer(self.backend.model, self.backend.parameters)
+        data_collator = data_collator or collator(self.backend.data_parallel_size)
+        given = {"callbacks": callbacks, "optimizers": optimizers, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
+        super().__init__(container, args, data_collator, train_dataset, eval_dataset, processing_class, **given)
 
     def _build_backend(self, model: str | PretrainedConfig, args: MegaPackConfig) -> Any:
         from hf_megapack.megatron.backend import MegatronBackend
@@ -152,7 +146,7 @@ class MegaPackTrainer(Trainer):
         """Train, from the start or from a checkpoint; after an error it can be called again."""
         if trial is not None:
             raise ConfigError("Hyperparameter search is not supported; build one trainer per trial.")
-        on_rank_zero(lambda: saving.prepare_output_folder(Path(self.args.output_dir)), self.args.device)
+        saving.prepare_output_folder(self.args)
         self._meter, self._sharing_told, self._adapters_checked = UpdateMeter(), False, False
         try:
             output = super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
@@ -302,6 +296,10 @@ class MegaPackTrainer(Trainer):
         return norm
 
     # Logging and evaluation.
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        with shared_wishes(self):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the token counts to the log lines of training."""

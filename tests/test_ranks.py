@@ -1,5 +1,6 @@
 """Two processes: rank 0's values and errors reach both, and a trainer does the same on both."""
 
+import contextlib
 import math
 import os
 import time
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from hf_megapack.config import MegaPackConfig
-from hf_megapack.errors import BackendError, DataError, ExportError, NonFiniteResultError
+from hf_megapack.errors import BackendError, ConfigError, DataError, ExportError, NonFiniteResultError
 from hf_megapack.ranks import all_agree, from_rank_zero, is_alone
 from hf_megapack.trainer import MegaPackTrainer
 from tests.helpers.assets import MODEL, load_tokenizer
@@ -61,15 +63,16 @@ def check_sharing(rank: int) -> None:
     assert [all_agree(good, CPU) for good in (True, rank == 0, rank == 1)] == [True, False, False]
 
 
-def build(folder: str, **options) -> RankTrainer:
+def build(folder: str, datasets: dict | None = None, **options) -> RankTrainer:
     """Return a trainer of this rank."""
+    datasets = {"train": rows(), "eval": rows()[:3]} if datasets is None else datasets
     defaults = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 0.05, "disable_tqdm": True}
-    defaults["dataloader_num_workers"] = 0
+    defaults |= {"dataloader_num_workers": 0, "save_steps": 2}
     return RankTrainer(
         MODEL,
-        MegaPackConfig(output_dir=folder, use_cpu=True, save_strategy="steps", save_steps=2, **(defaults | options)),
-        train_dataset=rows(),
-        eval_dataset=rows()[:3],
+        MegaPackConfig(output_dir=folder, use_cpu=True, save_strategy="steps", **(defaults | options)),
+        train_dataset=datasets.get("train"),
+        eval_dataset=datasets.get("eval"),
         processing_class=load_tokenizer(),
         peft_config=LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"]),
     )
@@ -121,6 +124,67 @@ def check_failures(rank: int, folder: str) -> None:
         trainer.save_model(folder + "/poisoned")
 
 
+class _Wish(TrainerCallback):
+    """Wants something after the second update."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            setattr(control, self._name, True)
+
+
+class _WishWhenLogged(_Wish):
+    """Wants it when the second update is logged, after the loop has asked."""
+
+    on_log, on_step_end = _Wish.on_step_end, TrainerCallback.on_step_end
+
+
+def check_wishes(rank: int, folder: str) -> None:
+    """What the callbacks of one rank ask for, both do; one alone would wait for the other forever."""
+    for name, wish in (("step", _Wish), ("log", _WishWhenLogged)):
+        trainer = build(f"{folder}-{name}", logging_steps=1, save_steps=4)
+        if rank == 1:
+            trainer.add_callback(wish("should_training_stop"))
+        trainer.train()
+        assert trainer.state.global_step == 2
+    trainer = build(f"{folder}-more", save_steps=4)
+    if rank == 1:
+        trainer.add_callback(_Wish("should_save"))
+        trainer.add_callback(_Wish("should_evaluate"))
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2]
+    assert sorted(path.name for path in Path(f"{folder}-more").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+def check_agreement(rank: int, folder: str) -> None:
+    """Ranks that were given different arguments are refused; folders and data are rank 0's."""
+    with pytest.raises(
+        ConfigError, match=r"\n  learning_rate: rank 0 has 0.1, [^\n]*\n  seed: rank 0 has 0, "
+    ) as refusal:
+        build(folder, learning_rate=0.1 + rank, seed=rank)
+    assert ("rank 1 has 1.1," in str(refusal.value).replace("\n", ",")) == (rank == 1)
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = build(f"{folder}-{rank}", **best)
+    assert trainer.args.output_dir == f"{folder}-0"
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == f"{folder}-0/checkpoint-{trainer.state.best_global_step}"
+    own = Path(f"{folder}-working-{rank}")
+    own.mkdir()
+    with contextlib.chdir(own):
+        trainer = build("run", **best)
+        with pytest.raises(ConfigError, match="not all of them see output_dir='run'"):
+            trainer.train()
+        assert trainer.backend.calls == []
+        assert [path.name for path in own.glob("run/*")] == []
+    datasets = {"train": rows(), "eval": {"some": rows()[:3], "none": None}} if rank == 0 else {}
+    trainer = build(f"{folder}-data", datasets=datasets, max_steps=2)
+    assert list(trainer.eval_dataset) == ["some", "none"]
+    assert [len(trainer.train_dataset), len(trainer.eval_dataset["some"])] == [8, 3]
+    trainer.train()
+
+
 def run_rank(rank: int, port: int, folder: str) -> None:
     """Be one of two processes, as torchrun starts them."""
     os.environ |= {
@@ -137,6 +201,8 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         check_sharing(rank)
         check_training(rank, f"{folder}/run")
         check_failures(rank, f"{folder}/failures")
+        check_wishes(rank, f"{folder}/wishes")
+        check_agreement(rank, f"{folder}/agreement")
         Path(folder, f"done-{rank}").touch()
     except BaseException:
         traceback.print_exc()
