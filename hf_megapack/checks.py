@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Trainer
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_megapack.arguments import PER_PROCESS, TRAINER_ARGUMENTS, UNCALLED_METHODS
 from hf_megapack.config import MegaPackConfig, refuse_trl_names
@@ -172,20 +173,38 @@ def check_ranks_agree(args: MegaPackConfig, peft_config: LoraConfig) -> None:
     """
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in PER_PROCESS}
     adapter = {f"peft_config.{name}": value for name, value in peft_config.to_dict().items() if name not in _LOCAL}
-    values = {name: _as_text(value) for name, value in (given | adapter).items()}
-    differing = find_differences(values, args.device)
-    if not differing:
-        return
+    _refuse_differences({name: _as_text(value) for name, value in (given | adapter).items()}, args)
+
+
+def check_same_checkpoint(checkpoint: str | bool | None, args: MegaPackConfig) -> None:
+    """Check that every process resumes, from a checkpoint of one name, or none does. A collective: every rank calls it.
+
+    Args:
+        checkpoint: `resume_from_checkpoint` as train() was given it; True stands for the newest in `output_dir`.
+        args: The training arguments.
+
+    Raises:
+        ConfigError: If ranks differ. The folder's place may: nodes may have copies of their own.
+    """
+    if checkpoint is True:
+        checkpoint = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    name = Path(checkpoint).name if checkpoint else "none"
+    _refuse_differences({"resume_from_checkpoint": name}, args)
+
+
+def _refuse_differences(values: dict[str, str], args: MegaPackConfig) -> None:
     here = args.process_index
     listed = "".join(
         f"\n  {name}: rank 0 has {text}, "
         + (f"rank {here} has {values.get(name)}" if values.get(name) != text else "another rank does not")
-        for name, text in differing.items()
+        for name, text in find_differences(values, args.device).items()
     )
-    raise ConfigError(
-        f"The processes were given different arguments, and each would train the model in its own way:{listed}\nGive "
-        "all of them the same: one file for every node, and no value that is drawn at random or made from the rank."
-    )
+    if listed:
+        raise ConfigError(
+            f"The processes were given different arguments, and each would train the model in its own way:{listed}\n"
+            "Give all of them the same: one file and one storage for all nodes, and no value that is drawn at random "
+            "or made from the rank."
+        )
 
 
 def _as_text(value: Any) -> str:

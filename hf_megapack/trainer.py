@@ -146,6 +146,7 @@ class MegaPackTrainer(Trainer):
         """Train, from the start or from a checkpoint; after an error it can be called again."""
         if trial is not None:
             raise ConfigError("Hyperparameter search is not supported; build one trainer per trial.")
+        checks.check_same_checkpoint(resume_from_checkpoint, self.args)
         saving.prepare_output_folder(self.args)
         self._meter, self._sharing_told, self._adapters_checked = UpdateMeter(), False, False
         try:

@@ -29,9 +29,9 @@ MAY_IMPORT = {
     "streaming": {"config", "data"},
     "loading": {"config", "data", "packing", "ranks", "streaming"},
     "inspect": {"config", "data", "loading", "packing", "picture"},
-    "saving": {"config", "weights"},
+    "saving": {"config", "ranks", "weights"},
     "resuming": {"data"},
-    "checks": {"arguments", "config", "data", "guard", "meter", "weights"},
+    "checks": {"arguments", "config", "data", "guard", "meter", "ranks", "weights"},
     "trainer": {
         "batch",
         "checks",
