@@ -49,7 +49,8 @@ def from_rank_zero(
 
     Raises:
         MegaPackError: On every rank when `make` raised: on rank 0 whatever it was, elsewhere the same class of
-            hf_megapack.errors with the same message, or BackendError for any other class.
+            hf_megapack.errors with the same message, or BackendError for any other class. BackendError also if a
+            process is gone.
     """
     if is_alone():
         return make()
@@ -150,6 +151,16 @@ def _meet(group: dist.ProcessGroup | None) -> None:
 
 def _broadcast(kind: int, payload: bytes, device: torch.device) -> tuple[int, bytes]:
     """Send rank 0's kind and payload to every rank; what the others pass does not matter."""
+    try:
+        return _send(kind, payload, device)
+    except RuntimeError as error:
+        raise errors.BackendError(
+            f"Rank {dist.get_rank()} lost another process, which failed (its own error says why) or did not take part: "
+            f"every process has to call train, evaluate and save_model, not rank 0 alone. {error}"
+        ) from error
+
+
+def _send(kind: int, payload: bytes, device: torch.device) -> tuple[int, bytes]:
     header = torch.tensor([kind, len(payload)], dtype=torch.int64, device=device)
     dist.broadcast(header, 0)
     kind, size = header.tolist()

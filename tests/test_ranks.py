@@ -187,6 +187,15 @@ def check_agreement(rank: int, folder: str) -> None:
     trainer.train()
 
 
+def check_saving_alone(folder: str, trainer: RankTrainer) -> None:
+    """Rank 0 alone saves while the other ends: the adapter is there, and the error says what was wrong."""
+    with pytest.raises(
+        BackendError, match="every process has to call train, .*not rank 0 alone"
+    ):
+        trainer.save_model()
+    assert (Path(folder) / "adapter_model.safetensors").exists()
+
+
 def run_rank(rank: int, port: int, folder: str) -> None:
     """Be one of two processes, as torchrun starts them."""
     os.environ |= {
@@ -205,6 +214,10 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         check_failures(rank, f"{folder}/failures")
         check_wishes(rank, f"{folder}/wishes")
         check_agreement(rank, f"{folder}/agreement")
+        if rank == 0:
+            check_saving_alone(f"{folder}/alone", build(f"{folder}/alone"))
+        else:
+            build(f"{folder}/alone")
         Path(folder, f"done-{rank}").touch()
     except BaseException:
         traceback.print_exc()
