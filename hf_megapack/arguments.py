@@ -94,6 +94,18 @@ TRAINING_ARGUMENTS: dict[str, Verdict] = {
 # Names that transformers has dropped since the oldest release of our range, so that docs/config.md leaves them out.
 DROPPED_ARGUMENTS = ("warmup_ratio", "logging_dir")
 
+# What may differ between the processes of one run: rank 0 alone acts on it, or each for itself.
+PER_PROCESS = frozenset(
+    _honoured(
+        """
+        output_dir logging_dir run_name project report_to trackio_space_id trackio_bucket_id trackio_static_space_id
+        log_level log_level_replica log_on_each_node disable_tqdm local_rank resume_from_checkpoint do_train do_eval
+        do_predict skip_memory_metrics dataset_num_proc dataloader_num_workers dataloader_persistent_workers
+        dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_pin_memory ddp_timeout
+        """
+    )
+)
+
 TRAINER_ARGUMENTS: dict[str, Verdict] = {
     **_honoured(
         """

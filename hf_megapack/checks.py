@@ -64,7 +64,9 @@ def check_subclass(trainer_class: type, args: MegaPackConfig, eval_dataset: Any)
                 f"{trainer_class.__name__} overrides {name}(), which is never called: {instead}. Take {name} out of "
                 f"{trainer_class.__name__}."
             )
-    if eval_dataset is None or (isinstance(eval_dataset, dict) and not eval_dataset):
+    # Rank 0's datasets count, and the others may be given none.
+    has_none = eval_dataset is None or (isinstance(eval_dataset, dict) and not eval_dataset)
+    if has_none and args.process_index == 0:
         wanted = {"eval_strategy": args.eval_strategy != "no", "eval_on_start": args.eval_on_start}
         if name := next((name for name in wanted if wanted[name]), None):
             value = getattr(args, name)

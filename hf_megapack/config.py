@@ -6,16 +6,15 @@ values supported so far refuses the others by name. Model and data are checked w
 
 import dataclasses
 import numbers
-import os
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from transformers import TrainingArguments
 
 from hf_megapack.arguments import ELEMENTWISE_OPTIMIZERS, TRAINING_ARGUMENTS, TRL_NAMES
 from hf_megapack.errors import ConfigError
+from hf_megapack.launcher import check_launcher, resolve_bf16
 from hf_megapack.learning_rate import check_schedule
 
 _MINIMUM = {
@@ -137,7 +136,9 @@ class MegaPackConfig(TrainingArguments):
 
     # precision and speed
     bf16: bool | None = _option(
-        None, "Compute in bfloat16 with frozen weights kept in it. None means True on a GPU and False on a CPU."
+        None,
+        "Compute in bfloat16 with frozen weights kept in it. None means True on a GPU, or where accelerate's "
+        "configuration says mixed_precision: bf16, and False otherwise.",
     )
     fp8: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] | None = _option(
         None,
@@ -185,8 +186,8 @@ class MegaPackConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check_alone()
-        if self.bf16 is None:
-            self.bf16 = torch.cuda.is_available() and not self.use_cpu
+        check_launcher()
+        self.bf16 = resolve_bf16(self.bf16, fp8=self.fp8, use_cpu=self.use_cpu)
         # transformers would ask accelerate, through the environment, to compile its own model.
         torch_compile, self.torch_compile = self.torch_compile, False
         super().__post_init__()
@@ -226,12 +227,6 @@ class MegaPackConfig(TrainingArguments):
                 continue
             reason = verdict.reason if verdict else "this version of hf_megapack does not know it"
             raise ConfigError(f"{inherited.name}={value!r} is not supported: {reason}. Leave {inherited.name} out.")
-        for plugin in ("DEEPSPEED", "FSDP"):
-            if os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() in ("1", "true"):
-                raise ConfigError(
-                    f"This process was launched with accelerate's {plugin} plugin (ACCELERATE_USE_{plugin}), which is "
-                    "not supported: launch without it and use tensor_parallel_size and the fields beside it."
-                )
 
     def _check_own_fields(self) -> None:
         """Check the fields that this class declares against their types and minima."""

@@ -46,7 +46,7 @@ def prepare_on_rank_zero(
 
     Args:
         dataset: Rows with messages, with prompt and completion, or with input_ids and labels; or ready examples; or a
-            stream of rows; or a dict of such datasets, to evaluate on; or None.
+            stream of rows; or a dict of such datasets, to evaluate on; or None. Rank 0's alone is looked at.
         processing_class: The tokenizer.
         args: The data options.
         is_training: Whether it is for training.
@@ -62,12 +62,19 @@ def prepare_on_rank_zero(
             go with an option.
         DataError: If a row cannot be learned.
     """
-    if dataset is None:
+    # What the other ranks were given does not matter, nor whether they were given anything.
+    names = from_rank_zero(
+        lambda: None if dataset is None else list(dataset) if isinstance(dataset, dict) and not is_training else False,
+        encode=lambda value: json.dumps(value).encode(),
+        decode=json.loads,
+        device=args.device,
+    )
+    if names is None:
         return None
-    if isinstance(dataset, dict) and not is_training:
+    if names is not False:
+        parts = dataset if args.process_index == 0 else dict.fromkeys(names)
         return {
-            name: prepare_on_rank_zero(part, processing_class, args, limit=limit, tally=tally)
-            for name, part in dataset.items()
+            name: prepare_on_rank_zero(parts[name], processing_class, args, limit=limit, tally=tally) for name in names
         }
     limit = limit or longest_example(args.max_length, args.packed_sequence_length)
     options = {"assistant_mask": args.assistant_mask, "max_length": limit.max_length, "overlong": args.overlong}

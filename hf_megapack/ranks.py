@@ -1,11 +1,11 @@
-"""What rank 0 makes reaches every rank, and so does its error.
+"""What rank 0 makes reaches every rank, and so does its error; what any rank asks for, all do.
 
 Nothing is pickled: a value travels as bytes of its own format, an error as its class name and message. In a single
 process the value is handed over as it is.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
@@ -45,7 +45,8 @@ def from_rank_zero(
 
     Raises:
         MegaPackError: On every rank when `make` raised: on rank 0 whatever it was, elsewhere the same class of
-            hf_megapack.errors with the same message, or BackendError for any other class.
+            hf_megapack.errors with the same message, or BackendError for any other class. BackendError also if a
+            process is gone.
     """
     if is_alone():
         return make()
@@ -116,6 +117,26 @@ def share_flags(holder: object, prefix: str, device: torch.device) -> bool:
     return any(values)
 
 
+def find_differences(values: Mapping[str, str], device: torch.device) -> dict[str, str]:
+    """Find what is not the same on every rank. A collective: every rank calls it.
+
+    Args:
+        values: Name to text; rank 0's names count.
+        device: Device that the process group communicates on.
+
+    Returns:
+        Name to rank 0's text, of every value that any rank has otherwise; the same on every rank.
+    """
+    if is_alone():
+        return {}
+    first = from_rank_zero(
+        lambda: dict(values), encode=lambda value: json.dumps(value).encode(), decode=json.loads, device=device
+    )
+    differs = torch.tensor([values.get(name) != text for name, text in first.items()], dtype=torch.int32, device=device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    return {name: text for (name, text), mark in zip(first.items(), differs.tolist(), strict=True) if mark}
+
+
 def _meet(group: dist.ProcessGroup | None) -> None:
     """Wait for the other ranks, as long as that group is allowed to, and give it up; nothing without one."""
     if group is not None:
@@ -125,6 +146,16 @@ def _meet(group: dist.ProcessGroup | None) -> None:
 
 def _broadcast(kind: int, payload: bytes, device: torch.device) -> tuple[int, bytes]:
     """Send rank 0's kind and payload to every rank; what the others pass does not matter."""
+    try:
+        return _send(kind, payload, device)
+    except RuntimeError as error:
+        raise errors.BackendError(
+            f"Rank {dist.get_rank()} lost another process, which failed (its own error says why) or did not take part: "
+            f"every process has to call train, evaluate and save_model, not rank 0 alone. {error}"
+        ) from error
+
+
+def _send(kind: int, payload: bytes, device: torch.device) -> tuple[int, bytes]:
     header = torch.tensor([kind, len(payload)], dtype=torch.int64, device=device)
     dist.broadcast(header, 0)
     kind, size = header.tolist()

@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.errors import ConfigError, ExportError
+from hf_megapack.ranks import all_agree, from_rank_zero, is_alone, on_rank_zero
 from hf_megapack.weights.checkpoint import (
     make_staging,
     publish_directory,
@@ -48,15 +49,55 @@ def check_export(args: MegaPackConfig, peft_config: LoraConfig, backend: Any) ->
             raise ConfigError(str(error)) from error
 
 
-def make_output_folder(folder: Path) -> None:
-    """Create the folder of a run, as the HF Trainer does, but before anything is loaded.
+def share_output_folder(args: MegaPackConfig) -> str:
+    """Create the folder of a run, as the HF Trainer does, but before anything is loaded. Every rank calls it.
 
     Args:
-        folder: The run's output_dir.
+        args: Its `output_dir` is created on rank 0.
+
+    Returns:
+        Rank 0's `output_dir`, on every rank: a folder's name may hold the time, which differs between processes.
 
     Raises:
         ExportError: If it cannot be created.
     """
+
+    def make() -> str:
+        _make_folder(Path(args.output_dir))
+        return str(args.output_dir)
+
+    return from_rank_zero(make, encode=str.encode, decode=bytes.decode, device=args.device)
+
+
+def prepare_output_folder(args: MegaPackConfig) -> None:
+    """Remove what interrupted writers left in the folder of a run, and check that it can be used. Every rank calls it.
+
+    Args:
+        args: Its `output_dir` is looked at. What is written to try it is removed.
+
+    Raises:
+        ConfigError: If a rank will have to read the best checkpoint and does not see the folder.
+        ExportError: If nothing can be written there.
+    """
+    folder = Path(args.output_dir)
+    on_rank_zero(lambda: _try_folder(folder), args.device)
+    if not args.load_best_model_at_end or is_alone():
+        return
+    # A new name, which no file system can remember not to have.
+    probe = from_rank_zero(
+        lambda: make_staging(folder, "probe").name, encode=str.encode, decode=bytes.decode, device=args.device
+    )
+    is_seen = all_agree((folder / probe).is_dir(), args.device)
+    on_rank_zero(lambda: shutil.rmtree(folder / probe), args.device)
+    if not is_seen:
+        raise ConfigError(
+            f"load_best_model_at_end=True lets every process read the best checkpoint, but not all of them see "
+            f"output_dir={args.output_dir!r}. Choose one on storage that the nodes share, or leave "
+            "load_best_model_at_end out."
+        )
+
+
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,16 +106,8 @@ def make_output_folder(folder: Path) -> None:
         ) from error
 
 
-def prepare_output_folder(folder: Path) -> None:
-    """Remove what interrupted writers left in the folder of a run, and check that it can be written.
-
-    Args:
-        folder: The run's output_dir. What is written to try it is removed.
-
-    Raises:
-        ExportError: If nothing can be written there.
-    """
-    make_output_folder(folder)
+def _try_folder(folder: Path) -> None:
+    _make_folder(folder)
     try:
         sweep_staging(folder)
         probe = make_staging(folder, "probe")

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, rotate_checkpoints
 from transformers.utils import logging
 
-from hf_megapack import checks, guard, resuming, saving
+from hf_megapack import agreement, checks, guard, resuming, saving
 from hf_megapack.batch import PackedBatch
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.container import ModelContainer
@@ -102,13 +102,14 @@ class MegaPackTrainer(Trainer):
         checks.check_subclass(type(self), args, eval_dataset)
         checks.check_collator_and_optimizer(data_collator, optimizers, optimizer_cls_and_kwargs)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
+        agreement.check_arguments(args, self.peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
         self._attention = resolve_attention(base_model, args, (data_collator or args).packing_strategy)
         self.example_limit, self._lengths = checks.find_example_limit(base_model, args), LengthTally()
         known = {"attention": self._attention, "vocab_size": self.example_limit.vocab_size}
         collator = partial(build_collator, processing_class, args, **known)
         collator(data_parallel_size=1)  # options that do not fit raise before any work
-        on_rank_zero(lambda: saving.make_output_folder(Path(args.output_dir)), args.device)
+        args.output_dir = saving.share_output_folder(args)
         read = partial(prepare_on_rank_zero, processing_class=processing_class, args=args, limit=self.example_limit)
         train_dataset, eval_dataset = read(train_dataset, is_training=True, tally=self._lengths), read(eval_dataset)
         set_seed(args.seed)
@@ -118,17 +119,10 @@ class MegaPackTrainer(Trainer):
             self.backend.load_adapter(check_holds_targets(model, adapter, self.backend.linear_names))
         guard.check_optimizer_parameters(optimizers[0], self.backend.parameters)
         self._accumulation, self._meter, self._sharing_told, self._adapters_checked = None, UpdateMeter(), False, False
-        super().__init__(
-            ModelContainer(self.backend.model, self.backend.parameters),
-            args,
-            data_collator or collator(self.backend.data_parallel_size),
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )
+        container = ModelContainer(self.backend.model, self.backend.parameters)
+        data_collator = data_collator or collator(self.backend.data_parallel_size)
+        given = {"callbacks": callbacks, "optimizers": optimizers, "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs}
+        super().__init__(container, args, data_collator, train_dataset, eval_dataset, processing_class, **given)
 
     def _build_backend(self, model: str | PretrainedConfig, args: MegaPackConfig) -> Any:
         from hf_megapack.megatron.backend import MegatronBackend
@@ -149,7 +143,8 @@ class MegaPackTrainer(Trainer):
         """Train, from the start or from a checkpoint; after an error it can be called again."""
         if trial is not None:
             raise ConfigError("Hyperparameter search is not supported; build one trainer per trial.")
-        on_rank_zero(lambda: saving.prepare_output_folder(Path(self.args.output_dir)), self.args.device)
+        agreement.check_checkpoint(resume_from_checkpoint, self.args)
+        saving.prepare_output_folder(self.args)
         self._meter, self._sharing_told, self._adapters_checked = UpdateMeter(), False, False
         try:
             output = super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)

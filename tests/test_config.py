@@ -12,7 +12,7 @@ import transformers
 from transformers import HfArgumentParser, SchedulerType, TrainingArguments
 
 from hf_megapack import checks
-from hf_megapack.arguments import DROPPED_ARGUMENTS, TRAINER_ARGUMENTS, TRAINING_ARGUMENTS, TRL_NAMES
+from hf_megapack.arguments import DROPPED_ARGUMENTS, PER_PROCESS, TRAINER_ARGUMENTS, TRAINING_ARGUMENTS, TRL_NAMES
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.errors import ConfigError
 
@@ -245,6 +245,38 @@ def test_a_deepspeed_launch_is_refused(make, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ConfigError, match="ACCELERATE_USE_DEEPSPEED"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ACCELERATE_USE_MEGATRON_LM", "true"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8"),
+    ],
+)
+def test_what_accelerate_is_configured_for_and_would_not_get_is_refused(make, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=variable):
+        make()
+
+
+def test_the_precision_of_accelerates_configuration_is_taken_or_contradicts(make, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert make(bf16=True).bf16 is True
+    assert make().bf16 is False
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert make().bf16 is True
+    with pytest.raises(ConfigError, match=r"mixed_precision='bf16' .*bf16=False"):
+        make(bf16=False)
+
+
+def test_arguments_that_may_differ_between_processes_are_arguments():
+    known = {f.name for f in dataclasses.fields(MegaPackConfig)} | LATER_ARGUMENTS | set(DROPPED_ARGUMENTS)
+    assert known >= PER_PROCESS
 
 
 def test_a_copy_keeps_every_choice(make):

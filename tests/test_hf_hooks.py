@@ -35,9 +35,9 @@ OVERRIDDEN = {
     "training_step": ["model", "inputs", "num_items_in_batch"],
     "create_optimizer": ["model"],
     "_clip_grad_norm": ["model"],
+    "_maybe_log_save_evaluate": ["tr_loss", "model"],
     "_get_grad_norm": ["model", "grad_norm"],
     "_move_model_to_device": ["model", "device"],
-    "_maybe_log_save_evaluate": [],
     "log": ["logs", "start_time"],
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     "save_model": ["output_dir", "_internal_call"],
@@ -92,6 +92,7 @@ def test_the_loop_reads_what_we_set():
     for text in (
         "self.get_batch_samples(",
         "self.accelerator.optimizer_step_was_skipped",
+        "self._maybe_log_save_evaluate(",
         "self._clip_grad_norm(model)",
         "self._get_grad_norm(model",
         "self.optimizer.step()",

@@ -1,5 +1,6 @@
 """Two processes: rank 0's values and errors reach both, and a trainer does the same on both."""
 
+import contextlib
 import math
 import os
 import time
@@ -15,7 +16,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from hf_megapack.config import MegaPackConfig
-from hf_megapack.errors import BackendError, DataError, ExportError, NonFiniteResultError
+from hf_megapack.errors import BackendError, ConfigError, DataError, ExportError, NonFiniteResultError
 from hf_megapack.ranks import all_agree, from_rank_zero, is_alone
 from hf_megapack.trainer import MegaPackTrainer
 from tests.helpers.assets import MODEL, load_tokenizer
@@ -62,15 +63,16 @@ def check_sharing(rank: int) -> None:
     assert [all_agree(good, CPU) for good in (True, rank == 0, rank == 1)] == [True, False, False]
 
 
-def build(folder: str, **options) -> RankTrainer:
+def build(folder: str, datasets: dict | None = None, **options) -> RankTrainer:
     """Return a trainer of this rank."""
+    datasets = {"train": rows(), "eval": rows()[:3]} if datasets is None else datasets
     defaults = {"per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 0.05, "disable_tqdm": True}
     defaults |= {"dataloader_num_workers": 0, "save_strategy": "steps", "save_steps": 2}
     return RankTrainer(
         MODEL,
         MegaPackConfig(output_dir=folder, use_cpu=True, **(defaults | options)),
-        train_dataset=rows(),
-        eval_dataset=rows()[:3],
+        train_dataset=datasets.get("train"),
+        eval_dataset=datasets.get("eval"),
         processing_class=load_tokenizer(),
         peft_config=LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"]),
     )
@@ -150,6 +152,42 @@ def check_callbacks(rank: int, folder: str) -> None:
         assert (cut.state.global_step, cut.state.epoch) == (2, 0.5)
 
 
+def check_agreement(rank: int, folder: str) -> None:
+    """Ranks that were given different arguments are refused; folders and data are rank 0's."""
+    other = "rank 1 has 1.1" if rank == 1 else "another rank does not"
+    with pytest.raises(ConfigError, match=rf"\n  learning_rate: rank 0 has 0.1, {other}\n  seed: rank 0 has 0, "):
+        build(folder, learning_rate=0.1 + rank, seed=rank)
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = build(f"{folder}-{rank}", **best)
+    assert trainer.args.output_dir == f"{folder}-0"
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == f"{folder}-0/checkpoint-{trainer.state.best_global_step}"
+    own = Path(f"{folder}-working-{rank}")
+    own.mkdir()
+    with contextlib.chdir(own):
+        trainer = build("run", **best)
+        with pytest.raises(ConfigError, match="not all of them see output_dir='run'"):
+            trainer.train()
+        assert trainer.backend.calls == []
+        assert [path.name for path in own.glob("run/*")] == []
+    trainer = build(folder)
+    with pytest.raises(ConfigError, match="resume_from_checkpoint: rank 0 has checkpoint-2, "):
+        trainer.train(resume_from_checkpoint=f"{folder}-0/checkpoint-2" if rank == 0 else None)
+    assert trainer.backend.calls == []
+    datasets = {"train": rows(), "eval": {"some": rows()[:3], "none": None}} if rank == 0 else {}
+    trainer = build(f"{folder}-data", datasets=datasets, max_steps=2)
+    assert list(trainer.eval_dataset) == ["some", "none"]
+    assert [len(trainer.train_dataset), len(trainer.eval_dataset["some"])] == [8, 3]
+    trainer.train()
+
+
+def check_saving_alone(folder: str, trainer: RankTrainer) -> None:
+    """Rank 0 alone saves while the other ends: the adapter is there, and the error says what was wrong."""
+    with pytest.raises(BackendError, match="save_model, not rank 0 alone"):
+        trainer.save_model()
+    assert (Path(folder) / "adapter_model.safetensors").exists()
+
+
 def run_rank(rank: int, port: int, folder: str) -> None:
     """Be one of two processes, as torchrun starts them."""
     os.environ |= {
@@ -167,6 +205,11 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         check_training(rank, f"{folder}/run")
         check_callbacks(rank, f"{folder}/callbacks")
         check_failures(rank, f"{folder}/failures")
+        check_agreement(rank, f"{folder}/agreement")
+        if rank == 0:
+            check_saving_alone(f"{folder}/alone", build(f"{folder}/alone"))
+        else:
+            build(f"{folder}/alone")
         Path(folder, f"done-{rank}").touch()
     except BaseException:
         traceback.print_exc()

@@ -101,7 +101,7 @@ def merge_shards(contributions: Iterable[Mapping[str, Shard]]) -> dict[str, torc
 
 
 def gather_full(local: Mapping[str, tuple[torch.Tensor, Split]], layout: ParallelLayout) -> dict[str, torch.Tensor]:
-    """Return the full tensors on every rank. A collective: every rank calls it.
+    """Return the full tensors on every rank. A collective where ranks share a model: every rank calls it.
 
     Adapters of experts are gigabytes, so tensors travel as they are, a limited number of bytes at a time.
 
@@ -115,8 +115,10 @@ def gather_full(local: Mapping[str, tuple[torch.Tensor, Split]], layout: Paralle
     Raises:
         ExportError: See `merge_shards`.
     """
-    mine = {key: local[key] for key in sorted(local) if local[key][1].counts_here(layout)}
-    if layout.world_size == 1:
+    # Where every rank holds a whole model nothing has to travel, and rank 0 can save what it has if others are gone.
+    is_whole = layout.model_group.size() == layout.expert_model_group.size() == 1
+    mine = {key: local[key] for key in sorted(local) if is_whole or local[key][1].counts_here(layout)}
+    if is_whole:
         copies = {key: tensor.detach().to("cpu", copy=True) for key, (tensor, _) in mine.items()}
         return merge_shards([{key: _shard(copies[key], split, layout) for key, (_, split) in mine.items()}])
     described = {key: _shard(tensor.detach().to("meta"), split, layout) for key, (tensor, split) in mine.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
 from hf_megapack.errors import BackendError, ConfigError
 from hf_megapack.megatron.backend import MegatronBackend
@@ -141,6 +141,11 @@ def refused(name: str, **changes):
         (refused("glm4_moe", routed_scaling_factor=0.0), {}, "routed_scaling_factor=0"),
         (refused("glm4_moe_groups", topk_group=3), {}, "topk_group=3"),
         (refused("glm4_moe_groups", n_group=3), {}, "n_group=3"),
+        (refused("glm4_moe", n_group=3, topk_group=3), {}, "8 experts do not form n_group=3"),
+        (refused("glm4_moe", n_group=2, topk_group=4, num_experts_per_tok=8), {}, "topk_group=4 of n_group=2"),
+        (refused("qwen2_moe", layer_types=["sliding_attention"] * 4), {}, "sliding_window=0"),
+        (refused("mixtral", sliding_window=0), {}, "sliding_window=0"),
+        (refused("qwen2_moe", shared_expert_intermediate_size=0), {}, "shared_expert_intermediate_size=0"),
         (refused("qwen3_moe", hidden_act="gelu"), {}, "hidden_act"),
         (DeepseekV3Config(), {}, "latent attention"),
         (LlamaConfig(), {"expert_parallel_size": 2}, "the model has no experts"),
@@ -161,6 +166,14 @@ def test_a_model_whose_layers_are_all_dense_has_no_experts():
     config = refused("qwen3_moe", mlp_only_layers=[0, 1, 2, 3])
     backend = MegatronBackend(config, backend_args(), ATTENTION)
     assert not any("experts" in name for name in backend.linear_names)
+    backend.close()
+
+
+def test_a_family_without_a_shared_expert_ignores_its_size_as_transformers_does():
+    config = refused("qwen3_moe", shared_expert_intermediate_size=40)
+    assert not any("shared" in name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters())
+    backend = MegatronBackend(config, backend_args(), ATTENTION)
+    assert not any("shared" in name for name in backend.linear_names)
     backend.close()
 
 

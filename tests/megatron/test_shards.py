@@ -53,9 +53,24 @@ def test_what_a_rank_sends_is_cut_into_messages_of_one_dtype(monkeypatch):
     assert list(shards._messages({})) == []
 
 
+def whole_model_on(data_rank: int, world_size: int) -> SimpleNamespace:
+    """Return the layout of one of several ranks that hold a whole model each."""
+    alone = SimpleNamespace(size=lambda: 1)
+    sizes = {"tensor_rank": 0, "tensor_size": 1, "context_rank": 0, "expert_replica_rank": data_rank}
+    sizes |= {"world_size": world_size, "data_rank": data_rank, "model_group": alone, "expert_model_group": alone}
+    return SimpleNamespace(**sizes)
+
+
+@pytest.mark.parametrize("data_rank", [0, 1])
+def test_where_every_rank_holds_a_whole_model_none_waits_for_another(data_rank):
+    """There is no process group here that it could wait in."""
+    tensor = torch.arange(3.0)
+    gathered = gather_full({"a": (tensor, Split(axis="tensor", dim=0))}, whole_model_on(data_rank, 2))
+    assert torch.equal(gathered["a"], tensor)
+
+
 def test_gathered_tensors_are_copies():
     tensor = torch.ones(2)
-    layout = SimpleNamespace(data_rank=0, context_rank=0, tensor_rank=0, tensor_size=1, world_size=1)
-    gathered = gather_full({"a": (tensor, Split(axis="tensor", dim=None))}, layout)
+    gathered = gather_full({"a": (tensor, Split(axis="tensor", dim=None))}, whole_model_on(0, 1))
     tensor.zero_()
     assert gathered["a"].tolist() == [1.0, 1.0]

@@ -74,7 +74,8 @@ class DenseFamily:
 
         Raises:
             ConfigError: For an activation other than SiLU, a dropout in attention, attention in both directions, an
-                unknown kind of layer, a window that is not set, or a rotary scaling that packing cannot reproduce.
+                unknown kind of layer, a window that is not set or empty, or a rotary scaling that packing cannot
+                reproduce.
         """
         if config.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' (SwiGLU) is.")
@@ -93,7 +94,12 @@ class DenseFamily:
         unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ConfigError(f"Layers of type {', '.join(unknown)} are not supported for {self.model_type}.")
-        self.windows(config)
+        smallest = min((window for window in self.windows(config) if window is not None), default=1)
+        if smallest < 1:
+            raise ConfigError(
+                f"sliding_window={smallest} in the model's config lets no token see itself (use_sliding_window may be "
+                "False). Set use_sliding_window=True and a sliding_window, or make every layer full_attention."
+            )
         rotary_frequencies(config, self.heads(config).head_dim)
 
     def rules(self, config: PretrainedConfig) -> list[WeightRule]:

@@ -119,8 +119,8 @@ class MoeFamily(DenseFamily):
             )
         if getattr(config, "output_router_logits", False):
             raise ConfigError(
-                "output_router_logits=True in the model's config asks for an auxiliary loss, which would train nothing "
-                "but the frozen router. Set output_router_logits to False."
+                "output_router_logits=True in the model's config asks for an auxiliary loss of the router, which is "
+                "not computed: the router is frozen. Set output_router_logits to False."
             )
         if not 1 <= settings.top_k <= settings.num_experts:
             raise ConfigError(
@@ -130,6 +130,11 @@ class MoeFamily(DenseFamily):
             raise ConfigError(
                 "num_experts_per_tok=1 with normalised scores (norm_topk_prob=True) gives every expert the weight 1, "
                 "which Megatron-Core does not reproduce."
+            )
+        if settings.shared_size == 0:
+            raise ConfigError(
+                "shared_expert_intermediate_size=0 in the model's config gives its shared expert no weights, which "
+                "Megatron-Core does not build."
             )
         if settings.scaling == 0:
             raise ConfigError(
@@ -184,15 +189,21 @@ class MoeFamily(DenseFamily):
 
 
 def _check_groups(settings: ExpertSettings) -> None:
-    if settings.num_groups == settings.num_chosen_groups:
+    groups, chosen = settings.num_groups, settings.num_chosen_groups
+    if groups == chosen == 1:
         return
-    if settings.num_experts % settings.num_groups or settings.num_experts // settings.num_groups < _SCORES_PER_GROUP:
-        raise ConfigError(f"{settings.num_experts} experts do not form n_group={settings.num_groups} groups.")
-    if settings.top_k // settings.num_chosen_groups != _SCORES_PER_GROUP:
+    size = settings.num_experts // max(groups, 1)
+    if size * groups != settings.num_experts or size < _SCORES_PER_GROUP:
+        raise ConfigError(f"{settings.num_experts} experts do not form n_group={groups} groups.")
+    if not 1 <= chosen <= groups or settings.top_k > chosen * size:
         raise ConfigError(
-            f"topk_group={settings.num_chosen_groups} with num_experts_per_tok={settings.top_k} is not supported: "
-            f"Megatron-Core scores a group by its best {settings.top_k // settings.num_chosen_groups} experts, "
-            f"transformers by its best {_SCORES_PER_GROUP}."
+            f"topk_group={chosen} of n_group={groups} groups with {size} experts each has no "
+            f"num_experts_per_tok={settings.top_k} experts to choose from."
+        )
+    if chosen < groups and settings.top_k // chosen != _SCORES_PER_GROUP:
+        raise ConfigError(
+            f"topk_group={chosen} with num_experts_per_tok={settings.top_k} is not supported: Megatron-Core scores a "
+            f"group by its best {settings.top_k // chosen} experts, transformers by its best {_SCORES_PER_GROUP}."
         )
 
 

@@ -5,6 +5,8 @@ Source:
     `transformers.models.qwen2_moe.modeling_qwen2_moe`, `transformers.models.qwen3_moe.modeling_qwen3_moe`, 5.24.
 """
 
+import dataclasses
+
 from transformers import PretrainedConfig
 
 from hf_megapack.megatron.families.dense import DenseFamily, sliding_windows
@@ -22,20 +24,25 @@ QWEN3 = DenseFamily(
 
 
 def _settings(config: PretrainedConfig) -> ExpertSettings:
-    shared_size = getattr(config, "shared_expert_intermediate_size", None)
     return ExpertSettings(
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
         has_experts=sparse_steps(config),
         is_normalised=config.norm_topk_prob,
-        shared_size=shared_size,
-        has_shared_gate=shared_size is not None,
     )
 
 
+def _shared_settings(config: PretrainedConfig) -> ExpertSettings:
+    size = config.shared_expert_intermediate_size
+    return dataclasses.replace(_settings(config), shared_size=size, has_shared_gate=True)
+
+
 QWEN2_MOE = MoeFamily(
-    model_type="qwen2_moe", has_qkv_bias=lambda config: config.qkv_bias, windows=sliding_windows, settings=_settings
+    model_type="qwen2_moe",
+    has_qkv_bias=lambda config: config.qkv_bias,
+    windows=sliding_windows,
+    settings=_shared_settings,
 )
 
 QWEN3_MOE = MoeFamily(
