@@ -290,7 +290,7 @@ def split_sequences(cu_seqlens: np.ndarray, num_ranks: int) -> RowSplit:
     chunk = position // np.repeat(sizes // (2 * num_ranks), sizes)
     owner = np.minimum(chunk, 2 * num_ranks - 1 - chunk)
     slots = np.argsort(owner, kind="stable").reshape(num_ranks, -1)
-    subtree_end = np.repeat(cu_seqlens[1:], sizes)
-    seen = tuple(_seen_blocks(subtree_end, own) for own in slots)
+    # Each rank's later chunk sees all chunks before it.
+    seen = tuple(np.flatnonzero(chunk < 2 * num_ranks - rank) for rank in range(num_ranks))
     num_pairs = (position + 1)[slots].sum(axis=1)
     return RowSplit(slots=slots, seen=seen, num_pairs=num_pairs, work=num_pairs)
