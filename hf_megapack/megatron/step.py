@@ -25,7 +25,7 @@ from hf_megapack.megatron.parallel import ParallelLayout
 from hf_megapack.megatron.recompute import RecomputePolicy
 from hf_megapack.megatron.sequences import Sequences
 from hf_megapack.megatron.shards import Split
-from hf_megapack.packing import RankLayout, sequence_boundaries
+from hf_megapack.packing import Alignment, RankLayout, sequence_boundaries
 
 # Gradients that are summed at once, in elements: 256 MiB, or a single factor that is larger.
 BUCKET_ELEMENTS = 2**26
@@ -57,15 +57,10 @@ def microbatch(
         DataError: If the ranks that share rows, or their slots, cannot share this one, or if sequences of the row share
             a prefix and each is to be attended by itself.
     """
+    _check_size(row.input_ids.size, layout, attention)
     cu_seqlens = sequence_boundaries(row.subtree_end) if attention == "thd" else None
     part = part_of_row(row.position_ids, row.subtree_end, layout, cu_seqlens)
     slots = part.slots
-    if layout.sequence_parallel and slots.size % layout.tensor_size:
-        raise DataError(
-            f"A row of {row.input_ids.size} slots cannot be split over {layout.tensor_size} tensor-parallel ranks; "
-            f"pack with packed_multiple {layout.tensor_size * layout.context_size}, which MegaPackTrainer's own "
-            "collator does."
-        )
     is_learned = (row.labels != IGNORE_LABEL) & (row.loss_weights > 0) & (not is_dummy)
     computed, loss_share = share_losses(is_learned, part, layout)
     longest = int(row.position_ids.max()) + 1
@@ -85,6 +80,19 @@ def microbatch(
         sequences=None if cu_seqlens is None else Sequences.of(cu_seqlens, part.share),
     )
     return integers_on_device(row.input_ids[slots]), params
+
+
+def _check_size(num_slots: int, layout: ParallelLayout, attention: Literal["tree", "thd"]) -> None:
+    needed = Alignment.for_layout(
+        tensor_parallel_size=layout.tensor_size if layout.sequence_parallel else 1,
+        context_parallel_size=layout.context_size,
+        attention=attention,
+    ).packed_multiple
+    if num_slots % needed:
+        raise DataError(
+            f"A row of {num_slots} slots cannot be shared by {layout.context_size} context- and {layout.tensor_size} "
+            f"tensor-parallel ranks; pack with packed_multiple {needed}, which MegaPackTrainer's own collator does."
+        )
 
 
 def _microbatches(
@@ -174,6 +182,9 @@ def run_rows(
         )
     if batch.num_loss_tokens < 1:
         raise DataError("The update has no loss-bearing token. Supervise at least one token of its examples.")
+    # Every rank looks at the rows of all: one that raised alone would leave the others waiting.
+    for row in batch.rows:
+        _check_size(row.input_ids.size, layout, attention)
     largest = max(int(max(row.input_ids.max(), row.labels.max())) for row in batch.rows)
     if largest >= model[0].vocab_size:
         # Split over ranks, the embedding would take it for a token of another rank, and give zeros.

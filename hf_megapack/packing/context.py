@@ -160,14 +160,38 @@ def _even_out(blocks: np.ndarray, work: np.ndarray) -> None:
         most = int(loads.argmax())
         if loads[most] <= _EVEN_ENOUGH * loads.mean():
             return
-        moved = dealt[most][:, None] - dealt.ravel()
-        other_load = np.repeat(loads, blocks.shape[1])
-        higher = np.maximum(loads[most] - moved, other_load + moved)
-        give, take = np.unravel_index(higher.argmin(), higher.shape)
-        if higher[give, take] >= loads[most]:
+        give, other, take = _best_exchange(dealt, most)
+        if not 0 < dealt[most, give] - dealt[other, take] < loads[most] - loads[other]:
             return
-        other, place = divmod(int(take), blocks.shape[1])
-        blocks[most, give], blocks[other, place] = blocks[other, place], blocks[most, give]
+        blocks[most, give], blocks[other, take] = blocks[other, take], blocks[most, give]
+
+
+def _best_exchange(dealt: np.ndarray, most: int) -> tuple[int, int, int]:
+    """Return the exchange of two blocks after which the higher load of the two ranks is lowest.
+
+    Args:
+        dealt: Work of the blocks of each rank. int64, shape (num_ranks, blocks per rank).
+        most: The most loaded rank.
+
+    Returns:
+        Place of its block, the other rank, place of that one's block.
+    """
+    num_ranks, size = dealt.shape
+    rank = np.arange(num_ranks)[:, None]
+    loads = dealt.sum(axis=1, keepdims=True)
+    order = dealt.argsort(axis=1, kind="stable")
+    ascending = np.take_along_axis(dealt, order, axis=1)
+    heaviest = int(ascending.max())
+    # Best is a block that is lighter by half of what the other rank lacks: it lies before the first heavier one, or is it.
+    ideal = (dealt[most] - (loads[most] - loads + 1) // 2).clip(-1, heaviest)
+    # One look-up for all ranks: works of each in a range of their own.
+    offset = rank * (heaviest + 2)
+    place = np.searchsorted((ascending + offset).ravel(), ideal + offset, side="right") - rank * size
+    places = np.stack((place - 1, place)).clip(0, size - 1)
+    moved = dealt[most] - np.take_along_axis(ascending[None], places, axis=2)
+    higher = np.maximum(loads[most] - moved, loads + moved)
+    side, other, give = np.unravel_index(higher.argmin(), higher.shape)
+    return int(give), int(other), int(order[other, places[side, other, give]])
 
 
 def _seen_blocks(stop: np.ndarray, own: np.ndarray) -> np.ndarray:
@@ -266,7 +290,7 @@ def split_sequences(cu_seqlens: np.ndarray, num_ranks: int) -> RowSplit:
     chunk = position // np.repeat(sizes // (2 * num_ranks), sizes)
     owner = np.minimum(chunk, 2 * num_ranks - 1 - chunk)
     slots = np.argsort(owner, kind="stable").reshape(num_ranks, -1)
-    subtree_end = np.repeat(cu_seqlens[1:], sizes)
-    seen = tuple(_seen_blocks(subtree_end, own) for own in slots)
+    # Each rank's later chunk sees all chunks before it.
+    seen = tuple(np.flatnonzero(chunk < 2 * num_ranks - rank) for rank in range(num_ranks))
     num_pairs = (position + 1)[slots].sum(axis=1)
     return RowSplit(slots=slots, seen=seen, num_pairs=num_pairs, work=num_pairs)

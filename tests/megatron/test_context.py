@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.errors import DataError
 from hf_megapack.megatron.context import even_out, fetch_keys_and_values, part_of_row, share_losses
+from hf_megapack.megatron.step import run_rows
 from hf_megapack.packing import split_row, split_sequences
 from tests.helpers.thread_ranks import run_on_threads
 from tests.helpers.trees import random_tree
@@ -76,6 +79,28 @@ def test_a_rank_counts_the_slots_that_it_sees():
     assert second.share.places == [[(0, 128)], [(128, 384)]]
     assert second.position_ids[::128].tolist() == [0, 128, 0]
     assert second.share.sent == [[], []]
+
+
+@pytest.mark.parametrize("data_rank", [0, 1])
+@pytest.mark.parametrize(("sizes", "needed"), [((2, 1, False), 256), ((1, 4, True), 4), ((2, 3, True), 768)])
+def test_a_row_that_does_not_divide_is_refused_on_every_rank(data_rank, sizes, needed):
+    """Also on ranks that run other rows: they would wait for the one that raised."""
+    context, tensor, is_sequence_parallel = sizes
+    collator = PrefixTreeCollator(packed_sequence_length=needed, data_parallel_size=2)
+    examples = [{"input_ids": np.arange(n), "loss_mask": np.ones(n)} for n in (needed, needed - 1)]
+    layout = SimpleNamespace(
+        context_size=context,
+        tensor_size=tensor,
+        sequence_parallel=is_sequence_parallel,
+        data_size=2,
+        data_rank=data_rank,
+        pipeline_size=1,
+        num_chunks=1,
+    )
+    batch = collator(examples)
+    assert [row.input_ids.size % needed > 0 for row in batch.rows].count(True) == 1
+    with pytest.raises(DataError, match=rf"A row of \d+ slots cannot be shared.*packed_multiple {needed},"):
+        run_rows([SimpleNamespace(vocab_size=1000)], batch, layout, None, attention="tree")
 
 
 def even_losses(group, row, is_learned, hidden, grads):
