@@ -182,9 +182,9 @@ def _best_exchange(dealt: np.ndarray, most: int) -> tuple[int, int, int]:
     order = dealt.argsort(axis=1, kind="stable")
     ascending = np.take_along_axis(dealt, order, axis=1)
     heaviest = int(ascending.max())
-    # Best is a block that is lighter by half of what the other rank lacks: it lies before the first heavier one, or is it.
+    # Best would be a block that is lighter by half of what the other rank has less: try its two neighbours in weight.
     ideal = (dealt[most] - (loads[most] - loads + 1) // 2).clip(-1, heaviest)
-    # One look-up for all ranks: works of each in a range of their own.
+    # One look-up serves all ranks: the offset keeps their blocks apart.
     offset = rank * (heaviest + 2)
     place = np.searchsorted((ascending + offset).ravel(), ideal + offset, side="right") - rank * size
     places = np.stack((place - 1, place)).clip(0, size - 1)
