@@ -1,5 +1,6 @@
 """What a script is told: words of its command line, and a YAML file below them."""
 
+import json
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,6 +15,7 @@ class Script:
 
     model: str
     label: str | None = "plain"
+    options: str = "{}"
     modules: list[str] = field(default_factory=lambda: ["all-linear"])
 
 
@@ -56,14 +58,13 @@ def test_values_of_the_file_mean_what_they_mean_in_python(parse):
 
 def test_numbers_and_words_of_the_file_are_those_of_yaml_1_2(parse):
     """The yaml package alone reads 1.1: there 1e-5 is text, which fails late, inside the schedule, and no is False."""
-    text = (
-        "save_strategy: no\nlr_scheduler_kwargs: {a: 1e-5, b: -2.5E+3, c: .5, d: 1., e: 7, f: true, g: 1.0.0, h: e5}\n"
-    )
-    _, args = parse("--model", "folder", yaml=text)
+    text = "save_strategy: no\noptions: {a: 1e-5, b: -2.5E+3, c: .5, d: 1., e: 7, f: true, g: 1.0.0, h: e5}\n"
+    script, args = parse("--model", "folder", yaml=text)
     assert args.save_strategy == "no"
+    options = json.loads(script.options)
     expected = {"a": 1e-5, "b": -2500.0, "c": 0.5, "d": 1.0, "e": 7, "f": True, "g": "1.0.0", "h": "e5"}
-    assert args.lr_scheduler_kwargs == expected
-    assert [type(value) for value in args.lr_scheduler_kwargs.values()] == [type(v) for v in expected.values()]
+    assert options == expected
+    assert [type(value) for value in options.values()] == [type(value) for value in expected.values()]
 
 
 @pytest.mark.parametrize(("word", "value"), [("yes", True), ("no", False), ("False", False), ("true", True)])

@@ -33,7 +33,7 @@ from hf_megapack.errors import BackendError, ConfigError
 from hf_megapack.megatron.host import has_gpu
 
 HANDOFFS = frozenset({"pre_forward_comm", "get_output"})
-# A method of its own since megatron-core 0.19, where dispatchers call it too.
+# A method of its own since megatron-core 0.18, where dispatchers call it too.
 STANDALONE_WAIT = "wait_current_stream"
 STEPS = frozenset({"linear_fc1_forward_and_act", "linear_fc2_forward", "post_forward_comm"})
 DISPATCHER_TRANSFER = "_maybe_dtoh_and_synchronize"

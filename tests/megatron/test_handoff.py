@@ -30,8 +30,8 @@ from hf_megapack.megatron.host import has_gpu
 from tests.helpers.host_streams import HostStream, host_streams
 
 EXPECTED = {
-    "0.16": ("get_output", "pre_forward_comm"),
-    "0.19": ("get_output", "pre_forward_comm", "wait_current_stream"),
+    **dict.fromkeys(("0.16", "0.17"), ("get_output", "pre_forward_comm")),
+    **dict.fromkeys(("0.18", "0.19"), ("get_output", "pre_forward_comm", "wait_current_stream")),
 }
 # Dynamo and Inductor warn of what they trace and of the machine.
 pytestmark = [
