@@ -1,14 +1,17 @@
-"""What must hold before an optimizer step, agreed over all ranks: adapters that learn, and finite results."""
+"""The optimizer and what must hold before it steps, agreed over all ranks: adapters learn, and results are finite."""
 
+import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from hf_megapack.errors import BackendError, ConfigError, NonFiniteResultError
 from hf_megapack.ranks import all_agree
+
+logger = logging.getLogger(__name__)
 
 # Each reads and writes one element at a time, so a local shard is updated exactly as the whole matrix would be.
 _ELEMENTWISE = tuple(
@@ -43,6 +46,46 @@ class SkippableOptimizer(AcceleratedOptimizer):
         self._is_overflow, self.skip_next = self.skip_next, False
         if not self._is_overflow:
             self.optimizer.step(closure)
+
+
+class Recipe(NamedTuple):
+    """What the trainer builds an optimizer from.
+
+    Attributes:
+        optimizer_class: Its class.
+        options: Keyword arguments of that class, the learning rate among them.
+        weight_decay: Of all factors, which are matrices: the HF Trainer's rule spares biases and norms only.
+    """
+
+    optimizer_class: type
+    options: dict[str, Any]
+    weight_decay: float
+
+
+def build_optimizer(recipe: Recipe, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Build an optimizer that `is_outdated` knows again.
+
+    Args:
+        recipe: What it is built from.
+        parameters: PEFT key to factor.
+    """
+    group = {"params": list(parameters.values()), "weight_decay": recipe.weight_decay}
+    optimizer = recipe.optimizer_class([group], **recipe.options)
+    optimizer.hf_megapack_recipe = recipe
+    return optimizer
+
+
+def is_outdated(optimizer: torch.optim.Optimizer, recipe: Recipe) -> bool:
+    """Say whether arguments have changed since `build_optimizer` made an optimizer, which is then to be built anew.
+
+    Args:
+        optimizer: The trainer's, wrapped or not; one that the user built is never outdated.
+        recipe: What it would be built from now.
+    """
+    built_from = getattr(getattr(optimizer, "optimizer", optimizer), "hf_megapack_recipe", recipe)
+    if built_from != recipe:
+        logger.warning("The optimizer's arguments have changed since it was built: it begins anew, without moments.")
+    return built_from != recipe
 
 
 def check_optimizer_class(optimizer_class: type) -> None:
