@@ -62,30 +62,26 @@ class Recipe(NamedTuple):
     weight_decay: float
 
 
-def build_optimizer(recipe: Recipe, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Build an optimizer that `is_outdated` knows again.
+def keep_or_build_optimizer(
+    optimizer: torch.optim.Optimizer | None, recipe: Recipe, parameters: Mapping[str, torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return the optimizer that there is, or a new one where there is none or its arguments have changed.
 
     Args:
-        recipe: What it is built from.
+        optimizer: The trainer's, wrapped or not; one that the user built is always kept.
+        recipe: What it would be built from now.
         parameters: PEFT key to factor.
     """
+    if optimizer is not None:
+        # The mark is on the torch optimizer, which a wrapper holds under this name.
+        built_from = getattr(getattr(optimizer, "optimizer", optimizer), "hf_megapack_recipe", recipe)
+        if built_from == recipe:
+            return optimizer
+        logger.warning("The optimizer's arguments have changed: it begins anew, with no moments but a checkpoint's.")
     group = {"params": list(parameters.values()), "weight_decay": recipe.weight_decay}
-    optimizer = recipe.optimizer_class([group], **recipe.options)
-    optimizer.hf_megapack_recipe = recipe
-    return optimizer
-
-
-def is_outdated(optimizer: torch.optim.Optimizer, recipe: Recipe) -> bool:
-    """Say whether arguments have changed since `build_optimizer` made an optimizer, which is then to be built anew.
-
-    Args:
-        optimizer: The trainer's, wrapped or not; one that the user built is never outdated.
-        recipe: What it would be built from now.
-    """
-    built_from = getattr(getattr(optimizer, "optimizer", optimizer), "hf_megapack_recipe", recipe)
-    if built_from != recipe:
-        logger.warning("The optimizer's arguments have changed since it was built: it begins anew, without moments.")
-    return built_from != recipe
+    built = recipe.optimizer_class([group], **recipe.options)
+    built.hf_megapack_recipe = recipe
+    return built
 
 
 def check_optimizer_class(optimizer_class: type) -> None:

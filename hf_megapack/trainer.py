@@ -99,7 +99,8 @@ class MegaPackTrainer(Trainer):
             **other,
         )
         args = checks.check_args(MegaPackConfig() if args is None else args)
-        checks.check_subclass(type(self), args, eval_dataset)
+        checks.check_overrides(type(self))
+        checks.check_evaluation(type(self), args, eval_dataset)
         checks.check_collator_and_optimizer(data_collator, optimizers, optimizer_cls_and_kwargs)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         agreement.check_arguments(args, self.peft_config)
@@ -249,8 +250,7 @@ class MegaPackTrainer(Trainer):
         """Build the optimizer over this rank's factors, and anew if its arguments have changed since."""
         cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args)
         recipe = guard.Recipe(cls, dict(options), self.args.weight_decay)
-        if self.optimizer is None or guard.is_outdated(self.optimizer, recipe):
-            self.optimizer = guard.build_optimizer(recipe, self.backend.parameters)
+        self.optimizer = guard.keep_or_build_optimizer(self.optimizer, recipe, self.backend.parameters)
         return self.optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint) -> tuple:

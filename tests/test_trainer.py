@@ -273,7 +273,7 @@ def test_arguments_that_change_between_two_calls_are_honoured(make, caplog, name
     assert trainer.optimizer.optimizer is not first
     assert trainer.optimizer.param_groups[0][key] == expected
     assert recorder.optimizer_rates == [0.01, 0.01, trainer.args.learning_rate]
-    assert "begins anew, without moments" in caplog.text
+    assert "begins anew, with no moments" in caplog.text
 
 
 @pytest.mark.parametrize("limit", [0.25, 0.0])
