@@ -46,17 +46,14 @@ def refuse_arguments(**arguments: Any) -> None:
             raise ConfigError(f"{name} is not supported: {reason}. Leave {name} out.")
 
 
-def check_subclass(trainer_class: type, args: MegaPackConfig, eval_dataset: Any) -> None:
-    """Check that a trainer overrides nothing that is never called, can evaluate, and gives its metric_for_best_model.
+def check_overrides(trainer_class: type) -> None:
+    """Check that a trainer overrides nothing that is never called.
 
     Args:
-        trainer_class: The class of the trainer that is built; one with its own `evaluate` may report any metric.
-        args: What it was given.
-        eval_dataset: As for MegaPackTrainer.
+        trainer_class: The class of the trainer that is built.
 
     Raises:
-        ConfigError: Naming the method and what to do instead, what asks for an evaluation of nothing, or the metrics
-            that there will be.
+        ConfigError: Naming the method and what to do instead.
     """
     for name, instead in UNCALLED_METHODS.items():
         if getattr(trainer_class, name, None) is not getattr(Trainer, name, None):
@@ -64,6 +61,19 @@ def check_subclass(trainer_class: type, args: MegaPackConfig, eval_dataset: Any)
                 f"{trainer_class.__name__} overrides {name}(), which is never called: {instead}. Take {name} out of "
                 f"{trainer_class.__name__}."
             )
+
+
+def check_evaluation(trainer_class: type, args: MegaPackConfig, eval_dataset: Any) -> None:
+    """Check that a trainer that is to evaluate can, and that this gives its metric_for_best_model.
+
+    Args:
+        trainer_class: The class of the trainer that is built; one with its own `evaluate` may report any metric.
+        args: What it was given.
+        eval_dataset: As for MegaPackTrainer.
+
+    Raises:
+        ConfigError: Naming what asks for an evaluation of nothing, or the metrics that there will be.
+    """
     # Rank 0's datasets count, and the others may be given none.
     has_none = eval_dataset is None or (isinstance(eval_dataset, dict) and not eval_dataset)
     if has_none and args.process_index == 0:

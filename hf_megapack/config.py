@@ -33,6 +33,8 @@ _MINIMUM = {
     "virtual_pipeline_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_parallel_size": 1,
+    # any number, not a whole one
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), 0.0),
 }
 
 _WHOLE = (numbers.Integral, type(None))  # bool and numpy's integers among them
@@ -229,7 +231,7 @@ class MegaPackConfig(TrainingArguments):
             raise ConfigError(f"{inherited.name}={value!r} is not supported: {reason}. Leave {inherited.name} out.")
 
     def _check_own_fields(self) -> None:
-        """Check the fields that this class declares against their types and minima."""
+        """Check the fields that this class declares against their types, and all of _MINIMUM against their minima."""
         for own in dataclasses.fields(self):
             if own.name not in MegaPackConfig.__annotations__:
                 continue
@@ -243,9 +245,10 @@ class MegaPackConfig(TrainingArguments):
                 allowed = ", ".join(map(repr, choices))
                 raise ConfigError(f"{own.name}={value!r} is not allowed; it must be one of {allowed}.")
         for name, minimum in _MINIMUM.items():
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise ConfigError(f"{name}={value!r} is too small; it must be at least {minimum}.")
+            value, kind = getattr(self, name), numbers.Integral if isinstance(minimum, int) else numbers.Real
+            if value is not None and not (isinstance(value, kind) and value >= minimum):
+                what = "whole number" if kind is numbers.Integral else "number"
+                raise ConfigError(f"{name}={value!r} is not allowed; it must be a {what} of at least {minimum}.")
 
     def _resolve_recompute(self) -> None:
         """Turn transformers' two names for full recomputation into recompute='full'.

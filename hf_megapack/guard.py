@@ -1,14 +1,17 @@
-"""What must hold before an optimizer step, agreed over all ranks: adapters that learn, and finite results."""
+"""The optimizer and what must hold before it steps, agreed over all ranks: adapters learn, and results are finite."""
 
+import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from hf_megapack.errors import BackendError, ConfigError, NonFiniteResultError
 from hf_megapack.ranks import all_agree
+
+logger = logging.getLogger(__name__)
 
 # Each reads and writes one element at a time, so a local shard is updated exactly as the whole matrix would be.
 _ELEMENTWISE = tuple(
@@ -43,6 +46,42 @@ class SkippableOptimizer(AcceleratedOptimizer):
         self._is_overflow, self.skip_next = self.skip_next, False
         if not self._is_overflow:
             self.optimizer.step(closure)
+
+
+class Recipe(NamedTuple):
+    """What the trainer builds an optimizer from.
+
+    Attributes:
+        optimizer_class: Its class.
+        options: Keyword arguments of that class, the learning rate among them.
+        weight_decay: Of all factors, which are matrices: the HF Trainer's rule spares biases and norms only.
+    """
+
+    optimizer_class: type
+    options: dict[str, Any]
+    weight_decay: float
+
+
+def keep_or_build_optimizer(
+    optimizer: torch.optim.Optimizer | None, recipe: Recipe, parameters: Mapping[str, torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return the optimizer that there is, or a new one where there is none or its arguments have changed.
+
+    Args:
+        optimizer: The trainer's, wrapped or not; one that the user built is always kept.
+        recipe: What it would be built from now.
+        parameters: PEFT key to factor.
+    """
+    if optimizer is not None:
+        # The mark is on the torch optimizer, which a wrapper holds under this name.
+        built_from = getattr(getattr(optimizer, "optimizer", optimizer), "hf_megapack_recipe", recipe)
+        if built_from == recipe:
+            return optimizer
+        logger.warning("The optimizer's arguments have changed: it begins anew, with no moments but a checkpoint's.")
+    group = {"params": list(parameters.values()), "weight_decay": recipe.weight_decay}
+    built = recipe.optimizer_class([group], **recipe.options)
+    built.hf_megapack_recipe = recipe
+    return built
 
 
 def check_optimizer_class(optimizer_class: type) -> None:

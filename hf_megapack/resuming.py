@@ -2,8 +2,8 @@
 
 A checkpoint's place in the data is a number of updates, and its schedule keeps the learning rate that it began with. So
 each checkpoint says in a small file what its place and its rate depend on, and a run that differs there is refused:
-examples would come twice or never, or an argument would be ignored. Everything else may change, the schedule, the
-number of updates, what fills a row and the parallel layout among it, and is honoured from then on.
+examples would come twice or never, or an argument would be ignored. Everything else may change, the number of updates,
+what fills a row and the parallel layout among it, and is honoured from then on. Which schedules may, saving.py says.
 """
 
 import json

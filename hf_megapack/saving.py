@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 
@@ -29,6 +29,7 @@ from hf_megapack.weights.checkpoint import (
 from hf_megapack.weights.export import check_per_expert, export_peft_adapter
 
 _SCHEDULER_FILE, _OPTIMIZER_FILE = "scheduler.pt", "optimizer.safetensors"
+_SCHEDULE_KEY = "hf_megapack_schedule"
 
 
 def check_export(args: MegaPackConfig, peft_config: LoraConfig, backend: Any) -> None:
@@ -220,39 +221,69 @@ def write_trainer_state(folder: Path, state: TrainerState, callbacks: Iterable[o
     state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
 
-def write_training_state(folder: Path, moments: dict[str, torch.Tensor], scheduler: LRScheduler) -> None:
+def write_training_state(
+    folder: Path, moments: dict[str, torch.Tensor], scheduler: LRScheduler, args: MegaPackConfig
+) -> None:
     """Write what `read_training_state` reads.
 
     Args:
         folder: A staging folder.
         moments: Optimizer state as full tensors under PEFT keys.
         scheduler: The learning-rate schedule of that optimizer.
+        args: Its lr_scheduler_kwargs are kept, of a schedule that has them in its state.
     """
     save_optimizer_state(moments, folder / _OPTIMIZER_FILE, optimizer_name=_optimizer_name(scheduler))
-    torch.save(scheduler.state_dict(), folder / _SCHEDULER_FILE)
+    state = scheduler.state_dict() | {_SCHEDULE_KEY: _describe_schedule(scheduler, args)}
+    torch.save(state, folder / _SCHEDULER_FILE)
 
 
-def read_training_state(folder: Path, scheduler: LRScheduler) -> dict[str, torch.Tensor]:
-    """Restore the schedule, with the learning rate that it had reached, and return the optimizer's state.
+def read_training_state(folder: Path, scheduler: LRScheduler, args: MegaPackConfig) -> dict[str, torch.Tensor]:
+    """Restore the schedule, with its learning rate for the next update, and return the optimizer's state.
+
+    transformers' schedules that are functions of the number of updates give the rate of the new function, where
+    transformers itself does one more update at the rate that the old one had reached.
 
     Args:
         folder: A checkpoint.
         scheduler: The schedule to restore, of the optimizer that goes on.
+        args: As for `write_training_state`.
 
     Returns:
         Optimizer state as full tensors under PEFT keys.
 
     Raises:
+        ConfigError: If the schedule is another one, and either is not a function of the number of updates alone.
         ExportError: If a file is missing or damaged, or holds another optimizer's state.
     """
     moments = read_optimizer_state(folder / _OPTIMIZER_FILE, optimizer_name=_optimizer_name(scheduler))
     try:
-        scheduler.load_state_dict(torch.load(folder / _SCHEDULER_FILE, weights_only=True))
+        state = torch.load(folder / _SCHEDULER_FILE, weights_only=True)
+        now = _describe_schedule(scheduler, args)
+        if (saved := state.pop(_SCHEDULE_KEY)) == now:
+            scheduler.load_state_dict(state)
     except Exception as error:  # a damaged pickle raises anything
         raise ExportError(f"Cannot read the schedule {folder / _SCHEDULER_FILE}: {error!r}.") from error
+    if saved != now:
+        raise ConfigError(
+            f"{folder} holds the state of the schedule {saved}, and {now} cannot go on from it. Take the "
+            "lr_scheduler_type and lr_scheduler_kwargs that it was saved with, or the schedule of your own; or pass "
+            "the checkpoint's folder as model, without peft_config, to begin a new run from its adapter."
+        )
+    if isinstance(scheduler, LambdaLR):
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        rates = [rate * factor for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
+        scheduler.load_state_dict(scheduler.state_dict() | {"_last_lr": rates})
     for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
     return moments
+
+
+def _describe_schedule(scheduler: LRScheduler, args: MegaPackConfig) -> str:
+    """Say what the state of a schedule depends on: of a function of the number of updates, that number alone."""
+    if isinstance(scheduler, LambdaLR):
+        return "LambdaLR"
+    options = "".join(f", {name}={value!r}" for name, value in sorted((args.lr_scheduler_kwargs or {}).items()))
+    return type(scheduler).__name__ + options
 
 
 def _optimizer_name(scheduler: LRScheduler) -> str:

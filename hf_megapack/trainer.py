@@ -99,7 +99,8 @@ class MegaPackTrainer(Trainer):
             **other,
         )
         args = checks.check_args(MegaPackConfig() if args is None else args)
-        checks.check_subclass(type(self), args, eval_dataset)
+        checks.check_overrides(type(self))
+        checks.check_evaluation(type(self), args, eval_dataset)
         checks.check_collator_and_optimizer(data_collator, optimizers, optimizer_cls_and_kwargs)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         agreement.check_arguments(args, self.peft_config)
@@ -246,11 +247,10 @@ class MegaPackTrainer(Trainer):
     # The optimizer: over local shards, and never stepped on a result that is not finite.
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Build the optimizer over this rank's factors; all of them decay, as matrices do in the HF Trainer."""
-        if self.optimizer is None:
-            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args)
-            group = {"params": list(self.backend.parameters.values()), "weight_decay": self.args.weight_decay}
-            self.optimizer = cls([group], **kwargs)
+        """Build the optimizer over this rank's factors, and anew if its arguments have changed since."""
+        cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args)
+        recipe = guard.Recipe(cls, dict(options), self.args.weight_decay)
+        self.optimizer = guard.keep_or_build_optimizer(self.optimizer, recipe, self.backend.parameters)
         return self.optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint) -> tuple:
@@ -358,7 +358,7 @@ class MegaPackTrainer(Trainer):
         with saving.replace_directory(folder) as staging:
             self._write_adapter(staging, adapter)
             if moments is not None:
-                saving.write_training_state(staging, moments, self.lr_scheduler)
+                saving.write_training_state(staging, moments, self.lr_scheduler, self.args)
                 resuming.write_run(staging, resuming.describe_run(self))
                 self._save_rng_state(str(staging))
             saving.write_trainer_state(staging, self.state, [*self.callback_handler.callbacks, self.control])
@@ -386,7 +386,7 @@ class MegaPackTrainer(Trainer):
         """Restore moments, schedule and learning rate."""
         if checkpoint is None:
             return
-        moments = saving.read_training_state(Path(checkpoint), self.lr_scheduler)
+        moments = saving.read_training_state(Path(checkpoint), self.lr_scheduler, self.args)
         self.backend.load_optimizer_state(self.optimizer.optimizer, moments)
 
     predict = checks.refused_method("predict", "save the adapter and load it with peft to generate or score")

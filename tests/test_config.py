@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import os
 import pickle
 import re
@@ -127,11 +128,11 @@ def test_trl_fields_are_ours_or_explained():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is too small; it must be at least 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is not allowed; it must be a whole number of at least 1"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0"),
         ({"context_parallel_size": 0}, "context_parallel_size=0"),
         ({"virtual_pipeline_parallel_size": 2}, "virtual_pipeline_parallel_size=2 .*pipeline_parallel_size=1"),
-        ({"expert_parallel_size": 0}, "expert_parallel_size=0 is too small; it must be at least 1"),
+        ({"expert_parallel_size": 0}, "expert_parallel_size=0 is not allowed; it must be a whole number of at least 1"),
         ({"moe_token_dispatcher_type": "flex"}, "='flex' is not allowed; it must be one of 'alltoall', 'allgather'"),
         ({"moe_token_dispatcher_type": "allgather"}, "dispatcher_type='allgather' .*expert_parallel_size=1"),
         (
@@ -146,10 +147,21 @@ def test_trl_fields_are_ours_or_explained():
         ({"attention": "flash"}, "attention='flash' is not allowed; it must be one of 'auto', 'tree', 'thd'"),
         ({"packing_strategy": "bfd"}, "packing_strategy='bfd' is not allowed; it must be one of 'prefix_tree'"),
         ({"overlong": "drop_it"}, "overlong='drop_it'"),
-        ({"packed_sequence_length": 1}, "packed_sequence_length=1 is too small; it must be at least 2"),
+        (
+            {"packed_sequence_length": 1},
+            "packed_sequence_length=1 is not allowed; it must be a whole number of at least 2",
+        ),
         ({"min_shared_tokens": 0}, "min_shared_tokens=0"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+        (
+            {"per_device_train_batch_size": 2.5},
+            "per_device_train_batch_size=2.5 is not allowed; it must be a whole number",
+        ),
+        ({"learning_rate": -1e-4}, "learning_rate=-0.0001 is not allowed; it must be a number of at least 0"),
+        ({"learning_rate": "1e-4"}, "learning_rate='1e-4' is not allowed; it must be a number"),
+        ({"learning_rate": math.nan}, "learning_rate=nan is not allowed"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 is not allowed"),
         ({"max_length": 100, "packed_sequence_length": 99}, "max_length=100 exceeds packed_sequence_length=99"),
         ({"share_supervised": "false"}, "share_supervised='false' is a str; it must be True or False"),
         ({"bf16": "false"}, "bf16='false' is a str; it must be True or False"),

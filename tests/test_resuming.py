@@ -14,6 +14,7 @@ from hf_megapack.resuming import RUN_FILE
 from tests.helpers.assets import MODEL
 from tests.helpers.fake_backend import FakeBackend
 from tests.helpers.fake_trainer import (
+    Recorder,
     adapter,
     assert_equal_adapters,
     examples_of,
@@ -120,6 +121,64 @@ def test_what_is_honoured_may_change(make, checkpoint, changed):
     resumed.train(resume_from_checkpoint=str(checkpoint))
     seen = [example for batch in first.backend.calls + resumed.backend.calls for example in examples_of(batch)]
     assert sorted(seen) == sorted(tuple(row["input_ids"]) for row in token_rows(10))
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ({"lr_scheduler_type": "linear"}, {"max_steps": 6}),
+        ({"lr_scheduler_type": "cosine"}, {"max_steps": 6}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.5}, {"max_steps": 6}),
+        ({"lr_scheduler_type": "linear"}, {"lr_scheduler_type": "cosine", "max_steps": 6}),
+        ({"lr_scheduler_type": "linear", "max_steps": 6}, {"lr_scheduler_type": "constant"}),
+        ({"lr_scheduler_type": "linear", "on_nonfinite": "skip"}, {"max_steps": 6}),
+    ],
+    ids=str,
+)
+def test_the_first_update_after_resuming_has_the_rate_of_the_new_schedule(make, checkpoint, saved, now):
+    """As in a run that had the new schedule from its beginning; a skipped update consumes none of either."""
+    poison = {2: "loss"} if "on_nonfinite" in saved else {}
+
+    def rates_of(checkpoint: str | None, **options) -> list[float]:
+        recorder = Recorder()
+        trainer = make(callbacks=[recorder], **options)
+        trainer.backend.poison = {} if checkpoint else poison
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert len(recorder.rates) == options["max_steps"] - (2 if checkpoint else 0)
+        assert recorder.rates == recorder.optimizer_rates
+        return recorder.rates
+
+    saved = SAVING | saved
+    old = rates_of(None, **saved)
+    whole = rates_of(None, **(saved | now | {"save_strategy": "no"}))
+    resumed = rates_of(str(checkpoint), **(saved | now | {"save_strategy": "no"}))
+    assert resumed == whole[2:]
+    assert old != whole[: len(old)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "change"),
+    [
+        ({"factor": 0.5}, {"factor": 0.1}, "schedule ReduceLROnPlateau, factor=0.5, and ReduceLROnPlateau, factor=0.1"),
+        ({"factor": 0.5}, "linear", "schedule ReduceLROnPlateau, factor=0.5, and LambdaLR cannot go on from it"),
+        ("linear", {"factor": 0.5}, "schedule LambdaLR, and ReduceLROnPlateau, factor=0.5 cannot go on from it"),
+    ],
+)
+def test_a_schedule_that_follows_evaluations_may_not_change(make, checkpoint, saved, now, change):
+    """Its state holds its options: the saved ones would be taken, whatever the arguments say."""
+    options = {"eval_dataset": token_rows(2), "eval_strategy": "steps", "eval_steps": 1}
+
+    def schedule(given: str | dict) -> dict:
+        if isinstance(given, str):
+            return {"lr_scheduler_type": given}
+        return {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": given}
+
+    make(**SAVING, **options, **schedule(saved)).train()
+    other = make(max_steps=4, **options, **schedule(now))
+    with pytest.raises(ConfigError, match=change):
+        other.train(resume_from_checkpoint=str(checkpoint))
+    assert other.backend.calls == []
+    make(max_steps=4, **options, **schedule(saved)).train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_data_parallel_ranks_may_take_the_place_of_accumulation(make, checkpoint):

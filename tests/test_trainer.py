@@ -250,6 +250,32 @@ def test_every_allowed_optimizer_moves_every_factor(make, optim):
     assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "key", "expected"),
+    [
+        ("learning_rate", 0.5, "initial_lr", 0.5),
+        ("weight_decay", 0.1, "weight_decay", 0.1),
+        ("adam_beta1", 0.5, "betas", (0.5, 0.999)),
+        ("optim", "sgd", "momentum", 0),
+    ],
+)
+def test_arguments_that_change_between_two_calls_are_honoured(make, caplog, name, value, key, expected):
+    """The optimizer lives on as long as they stay, with its moments, as the HF Trainer's does."""
+    recorder = Recorder()
+    trainer = make(max_steps=1, lr_scheduler_type="constant", callbacks=[recorder])
+    trainer.train()
+    first = trainer.optimizer.optimizer
+    trainer.train()
+    assert trainer.optimizer.optimizer is first
+    assert "begins anew" not in caplog.text
+    setattr(trainer.args, name, value)
+    trainer.train()
+    assert trainer.optimizer.optimizer is not first
+    assert trainer.optimizer.param_groups[0][key] == expected
+    assert recorder.optimizer_rates == [0.01, 0.01, trainer.args.learning_rate]
+    assert "begins anew, with no moments" in caplog.text
+
+
 @pytest.mark.parametrize("limit", [0.25, 0.0])
 def test_gradients_are_clipped_by_the_norm_over_all_factors(make, limit):
     trainer = make(optim="sgd", max_steps=1, max_grad_norm=limit, lr_scheduler_type="constant", learning_rate=1.0)

@@ -47,12 +47,13 @@ class Recorder(TrainerCallback):
     """Keeps what callbacks see."""
 
     def __init__(self):
-        self.accumulation, self.rates, self.adapters = [], [], []
+        self.accumulation, self.rates, self.optimizer_rates, self.adapters = [], [], [], []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Keep accumulation and rate."""
+        """Keep accumulation, and the rate that the schedule gives beside the one that the optimizer has."""
         self.accumulation.append(args.gradient_accumulation_steps)
         self.rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
+        self.optimizer_rates.append(kwargs["optimizer"].param_groups[0]["lr"])
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Keep the adapter."""
