@@ -104,7 +104,7 @@ def sync_tree(folder: Path) -> None:
 def save_optimizer_state(
     state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, optimizer_name: str
 ) -> None:
-    """Write optimizer tensors; equal tensors give equal bytes.
+    """Write optimizer tensors; equal tensors give equal files, but for the order of metadata in the header.
 
     Args:
         state: "<state name>/<PEFT key>" to full tensor, as in

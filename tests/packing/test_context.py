@@ -117,6 +117,7 @@ def test_a_row_that_does_not_divide_is_refused_with_its_size():
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6))
+@settings(deadline=None)
 def test_moves_even_out_with_as_few_as_there_must_be(counts):
     counts = np.array(counts)
     moves = moves_to_even(counts)
