@@ -109,7 +109,7 @@ def test_config_without_a_file_is_an_error(tmp_path, capsys):
         ("packing:", "packing is a TRL argument"),
         ("- a\n- b", "run.yaml holds a list; write one `option: value` a line"),
         ("a: [", "run.yaml cannot be read as YAML"),
-        ("max_length: 1", "max_length=1 is too small"),
+        ("max_length: 1", "max_length=1 is not allowed; it must be a whole number of at least 2"),
     ],
 )
 def test_a_wrong_file_ends_with_the_reason(parse, text, message):
