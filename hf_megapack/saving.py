@@ -259,7 +259,9 @@ def read_training_state(folder: Path, scheduler: LRScheduler, args: MegaPackConf
     try:
         state = torch.load(folder / _SCHEDULER_FILE, weights_only=True)
         now = _describe_schedule(scheduler, args)
-        if (saved := state.pop(_SCHEDULE_KEY)) == now:
+        # The first checkpoints said nothing of their schedule; functions of the number of updates can be told.
+        unmarked = "LambdaLR" if "lr_lambdas" in state else now
+        if (saved := state.pop(_SCHEDULE_KEY, unmarked)) == now:
             scheduler.load_state_dict(state)
     except Exception as error:  # a damaged pickle raises anything
         raise ExportError(f"Cannot read the schedule {folder / _SCHEDULER_FILE}: {error!r}.") from error

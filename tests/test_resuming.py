@@ -181,6 +181,18 @@ def test_a_schedule_that_follows_evaluations_may_not_change(make, checkpoint, sa
     make(max_steps=4, **options, **schedule(saved)).train(resume_from_checkpoint=str(checkpoint))
 
 
+def test_a_checkpoint_without_a_word_on_its_schedule_resumes_in_one_of_its_kind(make, checkpoint):
+    """As the first checkpoints are: of a function of the number of updates the functions' place is left."""
+    make(**SAVING).train()
+    state = torch.load(checkpoint / "scheduler.pt", weights_only=True)
+    assert state.pop("hf_megapack_schedule") == "LambdaLR"
+    torch.save(state, checkpoint / "scheduler.pt")
+    make(max_steps=4).train(resume_from_checkpoint=str(checkpoint))
+    options = {"eval_dataset": token_rows(2), "eval_strategy": "steps", "lr_scheduler_type": "reduce_lr_on_plateau"}
+    with pytest.raises(ConfigError, match="schedule LambdaLR, and ReduceLROnPlateau cannot go on from it"):
+        make(max_steps=4, eval_steps=1, **options).train(resume_from_checkpoint=str(checkpoint))
+
+
 def test_data_parallel_ranks_may_take_the_place_of_accumulation(make, checkpoint):
     make(gradient_accumulation_steps=2, **SAVING).train()
     backend = FakeBackend(MODEL)
