@@ -87,11 +87,13 @@ def _check_size(num_slots: int, layout: ParallelLayout, attention: Literal["tree
         tensor_parallel_size=layout.tensor_size if layout.sequence_parallel else 1,
         context_parallel_size=layout.context_size,
         attention=attention,
-    ).packed_multiple
-    if num_slots % needed:
+    )
+    if num_slots % needed.packed_multiple:
+        of_sequences = f"sequence_multiple {needed.sequence_multiple} and " if needed.sequence_multiple > 1 else ""
         raise DataError(
             f"A row of {num_slots} slots cannot be shared by {layout.context_size} context- and {layout.tensor_size} "
-            f"tensor-parallel ranks; pack with packed_multiple {needed}, which MegaPackTrainer's own collator does."
+            f"tensor-parallel ranks; pack with {of_sequences}packed_multiple {needed.packed_multiple}, which "
+            "MegaPackTrainer's own collator does."
         )
 
 

@@ -14,6 +14,7 @@ from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import DataError
 from hf_megapack.loading import layout_alignment
 from hf_megapack.megatron.backend import MegatronBackend
+from hf_megapack.packing import Alignment
 from tests.helpers.backend_args import backend_args
 from tests.helpers.reference_model import mape, random_adapter
 from tests.helpers.spawn import LayoutRuns
@@ -76,8 +77,11 @@ def visit(sizes: dict, *, strategy: str = "ffd", attention: str = "thd") -> dict
         }
         if sizes == CONTEXT and backend.data_parallel_size == 1:
             odd = next(example for example in examples() if example["input_ids"].size % 2)
-            with pytest.raises(DataError, match=r"A sequence of \d+ slots cannot be cut"):
+            with pytest.raises(DataError, match=r"A row of \d+ slots .* sequence_multiple 4 and packed_multiple 4"):
                 backend.run_step(PrefixTreeCollator(packed_sequence_length=900, packing_strategy="ffd")([odd]))
+            padded = {"packing_strategy": "ffd", "alignment": Alignment(packed_multiple=4)}
+            with pytest.raises(DataError, match=r"A sequence of \d+ slots cannot be cut"):
+                backend.run_step(PrefixTreeCollator(packed_sequence_length=900, **padded)([odd]))
         backend.close()
     return seen
 
