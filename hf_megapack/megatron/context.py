@@ -91,6 +91,11 @@ class ContextShare:
         slots = integers_on_device(np.flatnonzero(owner_of_seen == rank))
         return cls(slots=slots, rank=rank, runs=runs, places=places, sent=sent, group=group)
 
+    @property
+    def received(self) -> Places:
+        """Where the slots that each other rank sends stand among the seen ones."""
+        return [[] if rank == self.rank else runs for rank, runs in enumerate(self.places)]
+
 
 def _equal_runs(array: np.ndarray) -> list[tuple[int, int]]:
     """Return where the runs of equal entries begin and end."""
@@ -205,9 +210,8 @@ class _FetchSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx, key, value, share):
         ctx.share, both = share, (key, value)
-        received = [[] if rank == share.rank else places for rank, places in enumerate(share.places)]
         seen = []
-        for own, parts in zip(both, _exchange_both(both, share.sent, received, share.group), strict=True):
+        for own, parts in zip(both, _exchange_both(both, share.sent, share.received, share.group), strict=True):
             parts[share.rank] = own
             seen.append(torch.cat([parts[run.rank][run.first : run.first + run.size] for run in share.runs]))
         return tuple(seen)
@@ -215,9 +219,8 @@ class _FetchSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         share = ctx.share
-        received = [[] if rank == share.rank else places for rank, places in enumerate(share.places)]
         totals = []
-        for grad, parts in zip(grads, _exchange_both(grads, received, share.sent, share.group), strict=True):
+        for grad, parts in zip(grads, _exchange_both(grads, share.received, share.sent, share.group), strict=True):
             own = torch.cat([grad[start:stop] for start, stop in share.places[share.rank]])
             totals.append(_add(own, parts, share.sent))
         return *totals, None
