@@ -17,6 +17,9 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.utils import scalar_to_ssa
 
 from hf_megapack.kernels.tree_blocks import TreeBlocks
+from hf_megapack.megatron.flash_order import let_heads_take_turns
+
+let_heads_take_turns()
 
 
 class FlashMask(NamedTuple):

@@ -2,7 +2,7 @@
 
 Megatron-Core 0.16 to 0.19 asks CUDA for a device, a random state or a factory call's memory even when every tensor
 lives on the host. `host_device` replaces those few answers while Megatron-Core code runs and puts the originals back
-afterwards; on a machine with a GPU it does nothing. Nothing else in the package patches a library.
+afterwards; on a machine with a GPU it does nothing.
 """
 
 import contextlib

@@ -52,6 +52,15 @@ def test_attention_of_a_shared_row_equals_its_twin(kernels, window, monkeypatch)
         assert_like_its_twin(row, 64, torch.bfloat16, 2e-2, window)
 
 
+@pytest.mark.parametrize("num_heads", [10, 24])
+def test_attention_of_more_heads_than_take_turns_equals_its_twin(num_heads):
+    if not attention.has_flash_attention():
+        pytest.skip("flash-attn-4 is not installed")
+    row = random_row(1500, seed=4, longest=600)
+    row.position_ids, row.subtree_end = row.position_ids.cuda(), row.subtree_end.cuda()
+    assert_like_its_twin(row, 128, torch.bfloat16, 2e-2, None, num_heads=num_heads)
+
+
 def test_attention_compiles_nothing_for_another_length(monkeypatch):
     if not attention.has_flash_attention():
         pytest.skip("flash-attn-4 is not installed")
@@ -68,10 +77,10 @@ def test_attention_compiles_nothing_for_another_length(monkeypatch):
     assert compiled[1:] == compiled[:-1]
 
 
-def assert_like_its_twin(row, head_dim, dtype, bound, window):
+def assert_like_its_twin(row, head_dim, dtype, bound, window, num_heads=8):
     generator, num_queries = torch.Generator("cuda").manual_seed(0), row.local_positions.numel()
     num_slots = row.subtree_end.numel()
-    shapes = ((num_queries, 8, head_dim), (num_slots, 2, head_dim), (num_slots, 2, head_dim))
+    shapes = ((num_queries, num_heads, head_dim), (num_slots, 2, head_dim), (num_slots, 2, head_dim))
     qkv = [torch.randn(s, generator=generator, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
     weights = torch.randn(shapes[0], generator=generator, device="cuda", dtype=dtype)
     results = []
