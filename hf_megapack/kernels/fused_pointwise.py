@@ -4,6 +4,8 @@ Both passes read each tensor once and write each result once, and compute in flo
 forward pass was given and compute the rest again: nothing else is kept.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -112,22 +114,28 @@ def _norm_weights(query_weight, key_weight, is_query, is_value, dim, half, head_
 @triton.jit
 def _split_heads(  # noqa: PLR0913 (a kernel's arguments)
     mixed, query, key, value, grad_mixed,
-    rotation, query_weight, key_weight,
-    num_slots, num_groups, group_size, half, head_dim, eps,
-    has_norm: tl.constexpr, is_backward: tl.constexpr, heads_block: tl.constexpr, dim_block: tl.constexpr,
+    rotation, query_weight, key_weight, key_slots,
+    num_slots, num_groups, group_size, first_place, num_places, half, head_dim, eps,
+    has_norm: tl.constexpr, has_key_slots: tl.constexpr, is_backward: tl.constexpr,
+    heads_block: tl.constexpr, dim_block: tl.constexpr,
 ):  # fmt: skip
-    """Go from `mixed` to `query`, `key` and `value`, or from their gradients in these three to `grad_mixed`."""
+    """Go from `mixed` to `query`, `key` and `value`, or from their gradients in these three to `grad_mixed`.
+
+    Of each group only the heads from `first_place` on, `num_places` of them.
+    """
     slot = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * heads_block + tl.arange(0, heads_block)
+    index = tl.program_id(1) * heads_block + tl.arange(0, heads_block)
     dim = tl.arange(0, dim_block)
-    group, place = head // group_size, head % group_size
-    inside = (head < num_groups * group_size)[:, None]
+    group, place = index // num_places, first_place + index % num_places
+    head = group * group_size + place
+    inside = (group < num_groups)[:, None]
     is_query = (place < group_size - 2)[:, None]
     is_value = (place == group_size - 1)[:, None]
     has_query, has_key, has_value = inside & is_query, inside & ~(is_query | is_value), inside & is_value
+    key_slot = tl.load(key_slots + slot) if has_key_slots else slot
     query += ((slot * num_groups * (group_size - 2) + group * (group_size - 2) + place) * head_dim)[:, None]
-    key += ((slot * num_groups + group) * head_dim)[:, None]
-    value += ((slot * num_groups + group) * head_dim)[:, None]
+    key += ((key_slot * num_groups + group) * head_dim)[:, None]
+    value += ((key_slot * num_groups + group) * head_dim)[:, None]
     mixed += ((slot * num_groups * group_size + head) * head_dim)[:, None]
     cosine = tl.load(rotation + slot * half + dim, mask=dim < half, other=0.0)[None, :]
     sine = tl.load(rotation + (num_slots + slot) * half + dim, mask=dim < half, other=0.0)[None, :]
@@ -169,6 +177,73 @@ def _split_heads(  # noqa: PLR0913 (a kernel's arguments)
         _store_parts(value, has_value, dim, half, head_dim, turned, other, rest)
 
 
+class HeadSplit:
+    """Queries, keys and values out of the fused projection, and the way back of their gradients, in one or two parts.
+
+    Attributes:
+        QUERIES: The part of the query heads.
+        KEYS: The part of the key and value heads.
+        ALL: Both.
+
+    Args:
+        rotation: As for `pointwise.split_heads`.
+        norm: Norm of the heads, None for none.
+        sizes: Key and value heads, heads that belong to one of them (its query heads, key and value), and elements of
+            a head.
+        key_slots: Where each slot's keys and values stand in their tensors, None for the slot's own place. int64,
+            shape (T,).
+    """
+
+    QUERIES, KEYS, ALL = "queries", "keys", "all"
+
+    def __init__(
+        self,
+        rotation: torch.Tensor,
+        norm: HeadNorm | None,
+        sizes: tuple[int, int, int],
+        key_slots: torch.Tensor | None = None,
+    ):
+        self._rotation, self._norm, self._sizes, self._key_slots = rotation, norm, sizes, key_slots
+
+    def forward(self, part: str, mixed: torch.Tensor, heads: Sequence[torch.Tensor]) -> None:
+        """Write a part of query, key and value."""
+        self._launch(part, mixed, heads, mixed, is_backward=False)
+
+    def backward(
+        self, part: str, mixed: torch.Tensor | None, grads: Sequence[torch.Tensor], grad_mixed: torch.Tensor
+    ) -> None:
+        """Write a part of the projection's gradient from those of query, key and value.
+
+        Args:
+            part: Which.
+            mixed: The projection; read only with a norm.
+            grads: Contiguous.
+            grad_mixed: What is written.
+        """
+        self._launch(part, grad_mixed if mixed is None else mixed, grads, grad_mixed, is_backward=True)
+
+    def _launch(self, part, mixed, heads, grad_mixed, *, is_backward) -> None:
+        num_groups, group_size, head_dim = self._sizes
+        num_slots, half = mixed.shape[0], self._rotation.shape[-1]
+        if not num_slots:
+            return
+        first = group_size - 2 if part == self.KEYS else 0
+        num_places = {self.QUERIES: group_size - 2, self.KEYS: 2, self.ALL: group_size}[part]
+        # The stand-ins are never read.
+        weights = (self._rotation,) * 2 if self._norm is None else (self._norm.query_D, self._norm.key_D)
+        _split_heads[num_slots, triton.cdiv(num_groups * num_places, HEADS_BLOCK)](
+            mixed, *heads, grad_mixed,
+            self._rotation, *weights, self._rotation if self._key_slots is None else self._key_slots,
+            num_slots, num_groups, group_size, first, num_places, half, head_dim,
+            0.0 if self._norm is None else self._norm.eps,
+            has_norm=self._norm is not None,
+            has_key_slots=self._key_slots is not None,
+            is_backward=is_backward,
+            heads_block=HEADS_BLOCK,
+            dim_block=triton.next_power_of_2(max(half, head_dim - 2 * half)),
+        )  # fmt: skip
+
+
 class FusedSplitHeads(torch.autograd.Function):
     """Queries, keys and values out of the fused projection, normalised and rotated."""
 
@@ -181,7 +256,7 @@ class FusedSplitHeads(torch.autograd.Function):
         ctx.sizes, ctx.norm = (num_groups, group_size, head_dim), norm
         # Without a norm the gradient needs no more than the angles.
         ctx.save_for_backward(rotation, *([mixed] if norm is not None else []))
-        _launch(mixed, (query, key, value), rotation, norm, ctx.sizes, grad_mixed=None)
+        HeadSplit(rotation, norm, ctx.sizes).forward(HeadSplit.ALL, mixed, (query, key, value))
         return query, key, value
 
     @staticmethod
@@ -190,24 +265,6 @@ class FusedSplitHeads(torch.autograd.Function):
         num_groups, group_size, head_dim = ctx.sizes
         grads = tuple(grad.contiguous() for grad in grads)
         grad_mixed = grads[0].new_empty(grads[0].shape[0], num_groups * group_size * head_dim)
-        _launch(saved[0] if saved else grad_mixed, grads, rotation, ctx.norm, ctx.sizes, grad_mixed=grad_mixed)
+        split = HeadSplit(rotation, ctx.norm, ctx.sizes)
+        split.backward(HeadSplit.ALL, saved[0] if saved else None, grads, grad_mixed)
         return grad_mixed, None, None, None, None
-
-
-def _launch(mixed, heads, rotation, norm, sizes, *, grad_mixed) -> None:
-    num_groups, group_size, head_dim = sizes
-    num_slots, half = heads[0].shape[0], rotation.shape[-1]
-    if not num_slots:
-        return
-    grid = (num_slots, triton.cdiv(num_groups * group_size, HEADS_BLOCK))
-    # The stand-ins are never read.
-    weights = (rotation, rotation) if norm is None else (norm.query_D, norm.key_D)
-    _split_heads[grid](
-        mixed, *heads, mixed if grad_mixed is None else grad_mixed,
-        rotation, *weights,
-        num_slots, num_groups, group_size, half, head_dim, 0.0 if norm is None else norm.eps,
-        has_norm=norm is not None,
-        is_backward=grad_mixed is not None,
-        heads_block=HEADS_BLOCK,
-        dim_block=triton.next_power_of_2(max(half, head_dim - 2 * half)),
-    )  # fmt: skip

@@ -21,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_megapack.kernels.tree_blocks import TreeBlocks, tree_blocks
-from hf_megapack.megatron.context import ContextShare, LossShare, fetch_keys_and_values
+from hf_megapack.megatron.context import ContextShare, LossShare
 from hf_megapack.megatron.flex_attention import block_mask, flex_attend
 from hf_megapack.megatron.sequences import Sequences, fused_sequence_attention
 from hf_megapack.packing.alignment import CONTEXT_BLOCK
@@ -70,6 +70,13 @@ class TreeParams(PackedSeqParams):
     def local_positions(self) -> torch.Tensor:
         """Depth in its example of each slot of this rank. int64, shape (L,)."""
         return self.position_ids if self.share is None else self.position_ids[self.share.slots]
+
+    def is_fetched(self, device: torch.device) -> bool:
+        """Whether attention wants keys and values that other ranks hold before it begins.
+
+        Transformer Engine's attention within sequences passes them on by itself.
+        """
+        return self.share is not None and (self.sequences is None or device.type != "cuda")
 
     def query_slots(self, num_queries: int) -> torch.Tensor:
         """Return the slots of this rank's queries. int64, shape (num_queries,)."""
@@ -276,14 +283,14 @@ class TreeAttention(torch.nn.Module):
     # The kernels are compiled by themselves.
     @torch.compiler.disable
     def forward(
-        self, query_LHD: torch.Tensor, key_LGD: torch.Tensor, value_LGD: torch.Tensor, params: TreeParams
+        self, query_LHD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, params: TreeParams
     ) -> torch.Tensor:
         """Attend within one row.
 
         Args:
             query_LHD: Shape (L, H, D): one row is one microbatch.
-            key_LGD: Shape (L, G, D).
-            value_LGD: Shape (L, G, D).
+            key_TGD: Shape (T, G, D); if Transformer Engine attends, that of this rank's slots, (L, G, D).
+            value_TGD: Likewise.
             params: The row.
 
         Returns:
@@ -291,8 +298,6 @@ class TreeAttention(torch.nn.Module):
         """
         options = {"scale": self.scale, "window": self.window}
         if params.sequences is not None and query_LHD.is_cuda:
-            return fused_sequence_attention(query_LHD, key_LGD, value_LGD, params.sequences, **options).flatten(1)
-        if params.share is not None:
-            key_LGD, value_LGD = fetch_keys_and_values(key_LGD, value_LGD, params.share)
+            return fused_sequence_attention(query_LHD, key_TGD, value_TGD, params.sequences, **options).flatten(1)
         attend = gpu_tree_attention if query_LHD.is_cuda else host_tree_attention
-        return attend(query_LHD, key_LGD, value_LGD, params, **options).flatten(1)
+        return attend(query_LHD, key_TGD, value_TGD, params, **options).flatten(1)

@@ -13,7 +13,6 @@ a label, M slots whose losses it computes, C channels.
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,38 +26,22 @@ from hf_megapack.packing.context import RowSplit, moves_to_even, split_row, spli
 Places = list[list[tuple[int, int]]]
 
 
-class Run(NamedTuple):
-    """Some of the seen slots that follow one another.
-
-    Attributes:
-        rank: Which rank's they are, among those that share the row.
-        first: Where they begin among what that rank sends; if it is this rank, among its own slots.
-        size: How many they are.
-    """
-
-    rank: int
-    first: int
-    size: int
-
-
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class ContextShare:
     """What one rank holds of a row.
 
     Attributes:
         slots: Where this rank's slots stand among those that they see, ascending. int64, shape (L,), on the device.
-        rank: This rank, among those that share the row.
-        runs: The seen slots in their order.
-        places: Where each rank's slots stand among the seen ones.
-        sent: Which of this rank's slots each rank sees; none for this rank.
+        num_seen: How many they see.
+        sent: Where the slots that this rank sends each other one stand among the seen ones.
+        received: Where those stand that each other rank sends.
         group: The ranks that share the row.
     """
 
     slots: torch.Tensor
-    rank: int
-    runs: list[Run]
-    places: Places
+    num_seen: int
     sent: Places
+    received: Places
     group: dist.ProcessGroup | None
 
     @classmethod
@@ -70,37 +53,25 @@ class ContextShare:
             rank: Among those that share it.
             group: These ranks.
         """
-        owner = np.empty(split.slots.size, dtype=np.int64)
+        owner, is_seen = np.empty((2, split.slots.size), dtype=np.int64)
         for index, slots in enumerate(split.slots):
             owner[slots] = index
-        own, owner_of_seen = split.slots[rank], owner[split.seen[rank]]
-        runs, places = [], [[] for _ in split.slots]
-        num_sent = [0] * len(split.slots)
-        for start, stop in _equal_runs(owner_of_seen):
-            from_rank = int(owner_of_seen[start])
-            # A rank sends its slots in their order, so one run begins where its last one ended.
-            runs.append(Run(from_rank, num_sent[from_rank], stop - start))
-            places[from_rank].append((start, stop))
-            num_sent[from_rank] += stop - start
-        sent = []
-        for to_rank, seen in enumerate(split.seen):
-            is_seen = np.zeros(owner.size, dtype=bool)
-            if to_rank != rank:
-                is_seen[seen] = True
-            sent.append([(start, stop) for start, stop in _equal_runs(is_seen[own]) if is_seen[own[start]]])
+        seen = split.seen[rank]
+        owner_of_seen = owner[seen]
+        sent, received = [], []
+        for other, seen_by_other in enumerate(split.seen):
+            is_seen[:] = 0
+            is_seen[seen_by_other] = other != rank
+            sent.append(_runs_of(is_seen[seen] * (owner_of_seen == rank)))
+            received.append(_runs_of(owner_of_seen == other) if other != rank else [])
         slots = integers_on_device(np.flatnonzero(owner_of_seen == rank))
-        return cls(slots=slots, rank=rank, runs=runs, places=places, sent=sent, group=group)
-
-    @property
-    def received(self) -> Places:
-        """Where the slots that each other rank sends stand among the seen ones."""
-        return [[] if rank == self.rank else runs for rank, runs in enumerate(self.places)]
+        return cls(slots=slots, num_seen=seen.size, sent=sent, received=received, group=group)
 
 
-def _equal_runs(array: np.ndarray) -> list[tuple[int, int]]:
-    """Return where the runs of equal entries begin and end."""
-    breaks = (np.flatnonzero(array[1:] != array[:-1]) + 1).tolist()
-    return list(itertools.pairwise([0, *breaks, array.size]))
+def _runs_of(is_inside: np.ndarray) -> list[tuple[int, int]]:
+    """Return where the runs of true entries begin and end."""
+    breaks = np.flatnonzero(np.diff(is_inside.astype(np.int8), prepend=0, append=0)).tolist()
+    return list(zip(breaks[::2], breaks[1::2], strict=True))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -204,59 +175,105 @@ def share_losses(is_learned: np.ndarray, part: RowPart, layout: ParallelLayout) 
     return np.concatenate([learned[rank][: share.num_kept], *(parts[rank] for parts in given)]), share
 
 
+class Fetch:
+    """Keys and values that are under way between the ranks that share a row; work that needs none can be queued now.
+
+    Args:
+        both: Keys and values of the slots that this rank's slots see, shape (T, G, D) each: its own have been made, the
+            others are filled in by `wait`.
+        share: What this rank holds.
+    """
+
+    def __init__(self, both: tuple[torch.Tensor, torch.Tensor], share: ContextShare):
+        self._both, self._places = both, share.received
+        self._exchange = _Exchange(both, share.sent, share.received, share.group)
+
+    def wait(self) -> None:
+        """Fill in what the others sent."""
+        for tensor, pieces in zip(self._both, self._exchange.wait(), strict=True):
+            for (start, stop), piece in zip(itertools.chain(*self._places), pieces, strict=True):
+                tensor[start:stop] = piece
+
+
+class GradientReturn:
+    """Gradients of keys and values under way to the ranks that these came from.
+
+    Args:
+        both: Gradients of what `Fetch` filled in and of the rank's own, shape (T, G, D) each.
+        share: What this rank holds.
+    """
+
+    def __init__(self, both: tuple[torch.Tensor, torch.Tensor], share: ContextShare):
+        self._both, self._places = both, share.sent
+        self._exchange = _Exchange(both, share.received, share.sent, share.group)
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the sums, shape (T, G, D) each; they are complete for this rank's own slots.
+
+        What came back is added in the order of the ranks, and rounded once.
+        """
+        is_one_sum = sum(bool(runs) for runs in self._places) < 2
+        totals = []
+        for tensor, pieces in zip(self._both, self._exchange.wait(), strict=True):
+            dtype = tensor.dtype if is_one_sum else torch.promote_types(tensor.dtype, torch.float32)
+            total = tensor.to(dtype, copy=True)
+            for (start, stop), piece in zip(itertools.chain(*self._places), pieces, strict=True):
+                total[start:stop] += piece
+            totals.append(total.to(tensor.dtype))
+        return totals
+
+
+class _Exchange:
+    """Runs of slots of two tensors that travel at once, without the host or the device waiting for them."""
+
+    def __init__(
+        self,
+        both: tuple[torch.Tensor, torch.Tensor],
+        outgoing: Places,
+        incoming: Places,
+        group: dist.ProcessGroup | None,
+    ):
+        self._incoming = incoming
+        sent = [x[start:stop] for runs in outgoing for x in both for start, stop in runs]
+        sizes_out, sizes_in = (
+            [2 * sum(stop - start for start, stop in runs) for runs in places] for places in (outgoing, incoming)
+        )
+        # Where there is nothing to send, an empty tensor says of what.
+        self._received, self._work = _exchange(torch.cat([both[0][:0], *sent]), sizes_out, sizes_in, group)
+
+    def wait(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what came of the first tensor, run by run, and of the second."""
+        self._work.wait()
+        sizes = [[stop - start for start, stop in runs] for runs in self._incoming]
+        pieces = iter(self._received.split([size for of_rank in sizes for _ in range(2) for size in of_rank]))
+        first, second = [], []
+        for of_rank in sizes:
+            first += itertools.islice(pieces, len(of_rank))
+            second += itertools.islice(pieces, len(of_rank))
+        return first, second
+
+
+def _exchange(
+    outgoing: torch.Tensor, sizes_out: list[int], sizes_in: list[int], group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, dist.Work]:
+    incoming = outgoing.new_empty(sum(sizes_in), *outgoing.shape[1:])
+    return incoming, dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group, async_op=True)
+
+
 class _FetchSlots(torch.autograd.Function):
     """Fetch two tensors in one exchange."""
 
     @staticmethod
     def forward(ctx, key, value, share):
-        ctx.share, both = share, (key, value)
-        seen = []
-        for own, parts in zip(both, _exchange_both(both, share.sent, share.received, share.group), strict=True):
-            parts[share.rank] = own
-            seen.append(torch.cat([parts[run.rank][run.first : run.first + run.size] for run in share.runs]))
-        return tuple(seen)
+        ctx.share = share
+        seen = tuple(x.new_empty(share.num_seen, *x.shape[1:]).index_copy_(0, share.slots, x) for x in (key, value))
+        Fetch(seen, share).wait()
+        return seen
 
     @staticmethod
     def backward(ctx, *grads):
-        share = ctx.share
-        totals = []
-        for grad, parts in zip(grads, _exchange_both(grads, share.received, share.sent, share.group), strict=True):
-            own = torch.cat([grad[start:stop] for start, stop in share.places[share.rank]])
-            totals.append(_add(own, parts, share.sent))
-        return *totals, None
-
-
-def _exchange_both(
-    both: tuple[torch.Tensor, torch.Tensor], outgoing: Places, incoming: Places, group: dist.ProcessGroup
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Send each rank its runs of two tensors; return what comes of the first from each rank, then of the second."""
-    sent = [x[start:stop] for places in outgoing for x in both for start, stop in places]
-    sizes_out, sizes_in = (
-        [sum(stop - start for start, stop in runs) for runs in places] for places in (outgoing, incoming)
-    )
-    # Where there is nothing to send, an empty tensor says of what.
-    tensor = _exchange(torch.cat([both[0][:0], *sent]), [2 * n for n in sizes_out], [2 * n for n in sizes_in], group)
-    parts = tensor.split([size for size in sizes_in for _ in both])
-    return list(parts[::2]), list(parts[1::2])
-
-
-def _exchange(
-    outgoing: torch.Tensor, sizes_out: list[int], sizes_in: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    incoming = outgoing.new_empty(sum(sizes_in), *outgoing.shape[1:])
-    dist.all_to_all_single(incoming, outgoing, sizes_in, sizes_out, group=group)
-    return incoming
-
-
-def _add(own: torch.Tensor, parts: list[torch.Tensor], places: Places) -> torch.Tensor:
-    """Add what came back from each rank for the slots that it was sent, in the order of the ranks, and round once."""
-    is_one_sum = sum(bool(runs) for runs in places) < 2
-    total = own if is_one_sum else own.to(torch.promote_types(own.dtype, torch.float32))
-    for part, runs in zip(parts, places, strict=True):
-        pieces = part.split([stop - start for start, stop in runs])
-        for (start, stop), piece in zip(runs, pieces, strict=True):
-            total[start:stop] += piece
-    return total.to(own.dtype)
+        totals = GradientReturn(grads, ctx.share).wait()
+        return *(total.index_select(0, ctx.share.slots) for total in totals), None
 
 
 def fetch_keys_and_values(
@@ -280,13 +297,16 @@ class _EvenOut(torch.autograd.Function):
     def forward(ctx, own, share):
         ctx.share = share
         kept, sent = own.tensor_split([share.num_kept])
-        return torch.cat((kept, _exchange(sent, share.sent_sizes, share.received_sizes, share.group)))
+        received, work = _exchange(sent, share.sent_sizes, share.received_sizes, share.group)
+        work.wait()
+        return torch.cat((kept, received))
 
     @staticmethod
     def backward(ctx, grad):
         share = ctx.share
         kept, received = grad.tensor_split([share.num_kept])
-        returned = _exchange(received.contiguous(), share.received_sizes, share.sent_sizes, share.group)
+        returned, work = _exchange(received.contiguous(), share.received_sizes, share.sent_sizes, share.group)
+        work.wait()
         return torch.cat((kept, returned)), None
 
 

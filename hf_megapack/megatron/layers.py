@@ -20,6 +20,7 @@ from hf_megapack.megatron.families import DenseFamily, ExpertSettings
 from hf_megapack.megatron.gather import GatheringLayer
 from hf_megapack.megatron.lora_products import Origin, keep_origin
 from hf_megapack.megatron.moe import put_in_experts
+from hf_megapack.megatron.shared_heads import split_and_fetch_heads
 
 
 class FrozenRMSNorm(torch.nn.RMSNorm):
@@ -69,13 +70,15 @@ class TreeSelfAttention(SelfAttention):
         norm = None
         if self.config.qk_layernorm:
             norm = HeadNorm(self.q_layernorm.weight, self.k_layernorm.weight, self.config.layernorm_epsilon)
-        query_THD, key_TGD, value_TGD = split_heads(
-            mixed.squeeze(1),
-            rotary_pos_emb,
-            norm,
-            num_groups=self.num_query_groups_per_partition,
-            head_dim=self.hidden_size_per_attention_head,
-        )
+        heads = (mixed.squeeze(1), rotary_pos_emb, norm)
+        sizes = {
+            "num_groups": self.num_query_groups_per_partition,
+            "head_dim": self.hidden_size_per_attention_head,
+        }
+        if packed_seq_params.is_fetched(mixed.device):
+            query_THD, key_TGD, value_TGD = split_and_fetch_heads(*heads, packed_seq_params.share, **sizes)
+        else:
+            query_THD, key_TGD, value_TGD = split_heads(*heads, **sizes)
         output = self.core_attention(query_THD, key_TGD, value_TGD, packed_seq_params)
         return self.linear_proj(output.unsqueeze(1))
 

@@ -255,7 +255,7 @@ def reduce_gradients(
 
 
 def _sum_over(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum gradients over a group, in flat buffers of a limited size."""
+    """Sum gradients over a group, in flat buffers of a limited size; they are parts of these afterwards."""
     if group.size() == 1:
         return
     bucket, size = [], 0
@@ -267,14 +267,14 @@ def _sum_over(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) ->
         if bucket and size + parameter.numel() > BUCKET_ELEMENTS:
             _sum_bucket(bucket, group)
             bucket, size = [], 0
-        bucket.append(parameter.grad)
+        bucket.append(parameter)
         size += parameter.numel()
     if bucket:
         _sum_bucket(bucket, group)
 
 
-def _sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+def _sum_bucket(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
     dist.all_reduce(flat, group=group)
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
@@ -48,11 +49,15 @@ def run_on_threads(num_ranks: int, function: Callable[[ThreadGroup], object], mo
     def reduce_scatter_tensor(output, tensor, *, group):
         output.copy_(torch.stack(everyone(tensor, group)).sum(0).chunk(num_ranks)[group.rank()])
 
-    def all_to_all_single(output, tensor, sizes_in, sizes_out, *, group):
+    def all_to_all_single(output, tensor, sizes_in, sizes_out, *, group, async_op=False):
         parts = zip(everyone(tensor, group), everyone(torch.tensor(sizes_out), group), strict=True)
         received = [sent.split(sizes.tolist())[group.rank()] for sent, sizes in parts]
         assert [len(part) for part in received] == sizes_in
+        if async_op:
+            # What is read before the wait is not there yet.
+            return SimpleNamespace(wait=lambda: output.copy_(torch.cat(received)))
         output.copy_(torch.cat(received))
+        return None
 
     def run(rank):
         try:

@@ -67,16 +67,16 @@ def test_a_rank_counts_the_slots_that_it_sees():
         parts.append(part_of_row(positions, ends, layout))
     first, second = parts
     assert first.slots[::128].tolist() == [0, 128]
-    assert first.share.runs == [(0, 0, 256)]
+    assert first.share.num_seen == 256
     assert first.subtree_end[::128].tolist() == [256, 256]
     assert first.share.sent == [[], [(0, 128)]], "the prefix"
-    assert first.share.places == [[(0, 256)], []]
+    assert first.share.received == [[], []]
     # The prefix, the second branch and what follows: the first branch does not exist here.
     assert second.slots[::128].tolist() == [256, 384]
     assert second.subtree_end[::128].tolist() == [256, 256, 384]
-    assert second.share.runs == [(0, 0, 128), (1, 0, 256)]
+    assert second.share.num_seen == 384
     assert second.share.slots.tolist() == list(range(128, 384))
-    assert second.share.places == [[(0, 128)], [(128, 384)]]
+    assert second.share.received == [[(0, 128)], []]
     assert second.position_ids[::128].tolist() == [0, 128, 0]
     assert second.share.sent == [[], []]
 
