@@ -1,15 +1,20 @@
 """What differs on a GPU: attention's kernels and the device of everything else."""
 
 import dataclasses
+import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Qwen3Config
 
 from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.kernels.pointwise import HeadNorm
 from hf_megapack.megatron import attention
 from hf_megapack.megatron.backend import MegatronBackend
+from hf_megapack.megatron.context import part_of_row
 from hf_megapack.megatron.recompute import Choice, LayerMemory, RecomputePolicy
+from hf_megapack.megatron.shared_heads import split_and_fetch_heads
 from hf_megapack.megatron.step import forward_row, microbatch
 from hf_megapack.packing import Alignment
 from tests.helpers.backend_args import backend_args
@@ -20,6 +25,8 @@ from tests.helpers.reference_model import (
     reference_step,
     save_random_model,
 )
+from tests.helpers.thread_ranks import run_on_threads
+from tests.helpers.trees import two_branches
 from tests.megatron.test_attention import random_row, shared_with
 from tests.megatron.test_parity import PEFT_CONFIG, conversation_examples
 
@@ -50,6 +57,37 @@ def test_attention_of_a_shared_row_equals_its_twin(kernels, window, monkeypatch)
         row.position_ids, row.subtree_end = row.position_ids.cuda(), row.subtree_end.cuda()
         row.share = dataclasses.replace(row.share, slots=row.share.slots.cuda())
         assert_like_its_twin(row, 64, torch.bfloat16, 2e-2, window)
+
+
+def split_both_ways(group):
+    """Return heads and gradients of one rank that shares a row, with the kernel and in plain PyTorch."""
+    row = [x.numpy() for x in two_branches(fork=1000, branch=1400, num_slots=2048)]
+    layout = SimpleNamespace(context_size=group.size(), context_rank=group.rank(), context_group=group)
+    share = part_of_row(*row, layout).share
+    generator = torch.Generator("cuda").manual_seed(group.rank())
+    random = functools.partial(torch.randn, generator=generator, device="cuda")
+    mixed, angles = random(share.slots.numel(), 4 * 6 * 128), random(share.slots.numel(), 1, 64)
+    rotation = torch.stack((angles.cos(), angles.sin()))
+    norm = HeadNorm(random(128), random(128), 1e-5)
+    weights = [random(n, heads, 128) for n, heads in ((len(mixed), 16), (share.num_seen, 4), (share.num_seen, 4))]
+    results = []
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        own = mixed.bfloat16().to(dtypes[0]).requires_grad_()
+        weights_of_norm = (x.bfloat16().to(dtypes[0]) for x in norm[:2])
+        heads = split_and_fetch_heads(
+            own, rotation.to(dtypes[1]), HeadNorm(*weights_of_norm, norm.eps), share, num_groups=4, head_dim=128
+        )
+        # The engine's one thread for the device would wait in the first rank for the second.
+        with torch.autograd.set_multithreading_enabled(False):
+            grads = torch.autograd.grad(heads, own, [w.bfloat16().to(dtypes[0]) for w in weights])
+        results.append([x.detach() for x in (*heads, *grads)])
+    return results
+
+
+def test_ranks_that_share_a_row_split_heads_as_plain_pytorch_does(monkeypatch):
+    for ours, plain in run_on_threads(2, split_both_ways, monkeypatch):
+        for mine, twin in zip(ours, plain, strict=True):
+            assert (mine.double() - twin).norm() < 5e-3 * twin.norm()
 
 
 @pytest.mark.parametrize("num_heads", [10, 24])
