@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -13,6 +14,16 @@ import torch.distributed as dist
 
 # Imported once by the server that the ranks are forked from, not once by each rank.
 _PRELOADED = ["tests.helpers.reference_model", "hf_megapack.megatron.backend", "hf_megapack.trainer"]
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing listens on and that systems give to nobody who asks for any port."""
+    # Tests seed the module's own generator, in several processes alike.
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError("100 ports are in use")
 
 
 def _be_rank(function: Callable, rank: int, world_size: int, port: int, args: tuple) -> None:
@@ -58,9 +69,7 @@ def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(_PRELOADED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         context.Process(target=_be_rank, args=(function, rank, world_size, port, args), daemon=True)
         for rank in range(world_size)
