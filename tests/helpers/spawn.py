@@ -26,7 +26,7 @@ def free_port() -> int:
     raise AssertionError("100 ports are in use")
 
 
-def _be_rank(function: Callable, rank: int, world_size: int, port: int, args: tuple) -> None:
+def _be_rank(function: Callable, rank: int, world_size: int, port: int, starts_group: bool, args: tuple) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -36,14 +36,9 @@ def _be_rank(function: Callable, rank: int, world_size: int, port: int, args: tu
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
-        torch.cuda.set_device(rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        dist.init_process_group(
-            "nccl" if has_gpu else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-        )
+        if starts_group:
+            _start_group()
         function(rank, *args)
     except BaseException:
         traceback.print_exc()
@@ -53,7 +48,17 @@ def _be_rank(function: Callable, rank: int, world_size: int, port: int, args: tu
             dist.destroy_process_group()
 
 
-def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float = 240.0) -> None:
+def _start_group() -> None:
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.backends.cuda.matmul.allow_tf32 = False
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+
+
+def run_ranks(
+    function: Callable, world_size: int, *args, timeout_seconds: float = 240.0, starts_group: bool = True
+) -> None:
     """Call `function(rank, *args)` in processes of their own, which end with this call whatever happens.
 
     Args:
@@ -61,6 +66,7 @@ def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float
         world_size: Number of ranks.
         args: Picklable.
         timeout_seconds: Time for all of it.
+        starts_group: Whether the ranks begin with a process group; else they have the variables that a launcher sets.
 
     Raises:
         AssertionError: If a rank failed or time ran out; the ranks have printed why.
@@ -71,7 +77,7 @@ def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float
         context.set_forkserver_preload(_PRELOADED)
     port = free_port()
     ranks = [
-        context.Process(target=_be_rank, args=(function, rank, world_size, port, args), daemon=True)
+        context.Process(target=_be_rank, args=(function, rank, world_size, port, starts_group, args), daemon=True)
         for rank in range(world_size)
     ]
     deadline = time.monotonic() + timeout_seconds
