@@ -11,6 +11,8 @@ SMOLLM2 := $(CACHE)/smollm2-135m-instruct
 MODEL ?= $(SMOLLM2)
 OUTPUT ?= outputs/demo
 THREADS ?= $(shell nproc)
+# Processes that run tests, one thread each and a file at a time; `make test WORKERS=0 ARGS='-x --pdb -k rows'` starts none.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint clean
@@ -43,9 +45,9 @@ demo: $(READY) | $(filter $(SMOLLM2),$(MODEL))
 test: export HF_HUB_OFFLINE = 1
 test: export HF_DATASETS_OFFLINE = 1
 test: export TOKENIZERS_PARALLELISM = false
-test: export OMP_NUM_THREADS = $(THREADS)
+test: export OMP_NUM_THREADS = 1
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

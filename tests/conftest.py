@@ -1,12 +1,12 @@
 """Fixtures that several test files share, and nothing else."""
 
-import socket
 from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from tests.helpers import spawn
 from tests.helpers.assets import load_conversations, load_tokenizer
 
 
@@ -48,9 +48,7 @@ def tiny_hf_config():
 @pytest.fixture
 def free_port():
     """A TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return spawn.free_port()
 
 
 @pytest.fixture(autouse=True)

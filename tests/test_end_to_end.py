@@ -1,12 +1,10 @@
 """The trainer on Megatron-Core from raw conversations to a PEFT folder, against a training loop in plain torch."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import TrainerCallback, get_linear_schedule_with_warmup
 
@@ -14,6 +12,7 @@ from hf_megapack import MegaPackConfig, MegaPackTrainer
 from hf_megapack.errors import BackendError, ConfigError
 from tests.helpers.assets import load_conversations, load_tokenizer
 from tests.helpers.reference_model import load_reference, peft_factors, reference_step, save_random_model
+from tests.helpers.spawn import run_ranks
 
 
 def conversations() -> list[dict]:
@@ -189,26 +188,20 @@ def test_wrong_models_are_refused_before_weights_are_read(base, tmp_path):
             build(tmp_path / "out", folder)
 
 
-def _run_rank(rank: int, port: int, folder: str, base: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    try:
-        trainer = build(Path(folder), base, gradient_accumulation_steps=1, packed_sequence_length=2500)
-        trainer.train()
-        trainer.save_model()
-        state = adapter_of(trainer)
-        if rank == 1:
-            torch.save((logged(trainer, "loss"), logged(trainer, "grad_norm"), state), Path(folder) / "rank1.pt")
-    finally:
-        dist.destroy_process_group()
+def _run_rank(rank: int, folder: Path, base: Path) -> None:
+    trainer = build(folder, base, gradient_accumulation_steps=1, packed_sequence_length=2500)
+    trainer.train()
+    trainer.save_model()
+    state = adapter_of(trainer)
+    if rank == 1:
+        torch.save((logged(trainer, "loss"), logged(trainer, "grad_norm"), state), folder / "rank1.pt")
 
 
-def test_two_data_parallel_ranks_train_as_one(base, tmp_path, free_port):
+def test_two_data_parallel_ranks_train_as_one(base, tmp_path):
     single = build(tmp_path / "single", base, packed_sequence_length=2500)
     single.train()
     single.save_model()
-    torch.multiprocessing.spawn(_run_rank, (free_port, str(tmp_path / "double"), str(base)), nprocs=2)
+    run_ranks(_run_rank, 2, tmp_path / "double", base, starts_group=False)
     losses, norms, state = torch.load(tmp_path / "double" / "rank1.pt")
     assert losses == pytest.approx(logged(single, "loss"), rel=1e-6)
     assert norms == pytest.approx(logged(single, "grad_norm"), rel=1e-5)

@@ -4,14 +4,12 @@ import contextlib
 import math
 import os
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -21,6 +19,7 @@ from hf_megapack.ranks import all_agree, from_rank_zero, is_alone
 from hf_megapack.trainer import MegaPackTrainer
 from tests.helpers.assets import MODEL, load_tokenizer
 from tests.helpers.fake_backend import FakeBackend
+from tests.helpers.spawn import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -188,44 +187,30 @@ def check_saving_alone(folder: str, trainer: RankTrainer) -> None:
     assert (Path(folder) / "adapter_model.safetensors").exists()
 
 
-def run_rank(rank: int, port: int, folder: str) -> None:
+def run_rank(rank: int, folder: str) -> None:
     """Be one of two processes, as torchrun starts them."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    try:
-        MegaPackConfig(output_dir=folder, use_cpu=True, ddp_timeout=120)
-        check_sharing(rank)
-        check_training(rank, f"{folder}/run")
-        check_callbacks(rank, f"{folder}/callbacks")
-        check_failures(rank, f"{folder}/failures")
-        check_agreement(rank, f"{folder}/agreement")
-        if rank == 0:
-            check_saving_alone(f"{folder}/alone", build(f"{folder}/alone"))
-        else:
-            build(f"{folder}/alone")
-        Path(folder, f"done-{rank}").touch()
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        dist.destroy_process_group()
+    MegaPackConfig(output_dir=folder, use_cpu=True, ddp_timeout=120)
+    check_sharing(rank)
+    check_training(rank, f"{folder}/run")
+    check_callbacks(rank, f"{folder}/callbacks")
+    check_failures(rank, f"{folder}/failures")
+    check_agreement(rank, f"{folder}/agreement")
+    if rank == 0:
+        check_saving_alone(f"{folder}/alone", build(f"{folder}/alone"))
+    else:
+        build(f"{folder}/alone")
+    Path(folder, f"done-{rank}").touch()
 
 
-def test_two_ranks_share_train_resume_and_fail_together(free_port, tmp_path):
-    torch.multiprocessing.spawn(run_rank, (free_port, str(tmp_path)), nprocs=2)
+def test_two_ranks_share_train_resume_and_fail_together(tmp_path):
+    run_ranks(run_rank, 2, str(tmp_path), starts_group=False)
     assert sorted(p.name for p in tmp_path.glob("done-*")) == ["done-0", "done-1"]
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
 
-def wait_for_a_slow_rank(rank: int, port: int, folder: str) -> None:
+def wait_for_a_slow_rank(rank: int, folder: str) -> None:
     """Be one of two processes that wait two seconds for each other, while rank 0 takes five."""
+    port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2))
     for answer in (lambda: time.sleep(5) or "late", lambda: time.sleep(5) or fail(DataError("late"))):
@@ -234,12 +219,11 @@ def wait_for_a_slow_rank(rank: int, port: int, folder: str) -> None:
             assert value == "late"
         except DataError as error:
             Path(folder, f"failed-{rank}").write_text(str(error))
-    dist.destroy_process_group()
     Path(folder, f"done-{rank}").touch()
 
 
-def test_ranks_wait_for_slow_work_longer_than_for_each_other(free_port, tmp_path):
-    torch.multiprocessing.spawn(wait_for_a_slow_rank, (free_port, str(tmp_path)), nprocs=2)
+def test_ranks_wait_for_slow_work_longer_than_for_each_other(tmp_path):
+    run_ranks(wait_for_a_slow_rank, 2, str(tmp_path), starts_group=False)
     assert sorted(p.name for p in tmp_path.glob("*")) == ["done-0", "done-1", "failed-0", "failed-1"]
     assert all((tmp_path / f"failed-{rank}").read_text() == "late" for rank in range(2))
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -15,7 +16,17 @@ import torch.distributed as dist
 _PRELOADED = ["tests.helpers.reference_model", "hf_megapack.megatron.backend", "hf_megapack.trainer"]
 
 
-def _be_rank(function: Callable, rank: int, world_size: int, port: int, args: tuple) -> None:
+def free_port() -> int:
+    """Return a TCP port that nothing listens on and that systems give to nobody who asks for any port."""
+    # Tests seed the module's own generator, in several processes alike.
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError("100 ports are in use")
+
+
+def _be_rank(function: Callable, rank: int, world_size: int, port: int, starts_group: bool, args: tuple) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -25,14 +36,9 @@ def _be_rank(function: Callable, rank: int, world_size: int, port: int, args: tu
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
-        torch.cuda.set_device(rank)
-        torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        dist.init_process_group(
-            "nccl" if has_gpu else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-        )
+        if starts_group:
+            _start_group()
         function(rank, *args)
     except BaseException:
         traceback.print_exc()
@@ -42,7 +48,17 @@ def _be_rank(function: Callable, rank: int, world_size: int, port: int, args: tu
             dist.destroy_process_group()
 
 
-def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float = 240.0) -> None:
+def _start_group() -> None:
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.backends.cuda.matmul.allow_tf32 = False
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+
+
+def run_ranks(
+    function: Callable, world_size: int, *args, timeout_seconds: float = 240.0, starts_group: bool = True
+) -> None:
     """Call `function(rank, *args)` in processes of their own, which end with this call whatever happens.
 
     Args:
@@ -50,6 +66,7 @@ def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float
         world_size: Number of ranks.
         args: Picklable.
         timeout_seconds: Time for all of it.
+        starts_group: Whether the ranks begin with a process group; else they have the variables that a launcher sets.
 
     Raises:
         AssertionError: If a rank failed or time ran out; the ranks have printed why.
@@ -58,11 +75,9 @@ def run_ranks(function: Callable, world_size: int, *args, timeout_seconds: float
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(_PRELOADED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
-        context.Process(target=_be_rank, args=(function, rank, world_size, port, args), daemon=True)
+        context.Process(target=_be_rank, args=(function, rank, world_size, port, starts_group, args), daemon=True)
         for rank in range(world_size)
     ]
     deadline = time.monotonic() + timeout_seconds
