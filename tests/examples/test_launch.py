@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tests.examples.test_sft import CONVERSATIONS, EXAMPLES, run
 from tests.helpers.assets import load_tokenizer
 from tests.helpers.reference_model import save_random_model
+from tests.helpers.spawn import only_ranks
 
 
 @pytest.mark.parametrize(
@@ -42,12 +43,13 @@ def test_two_cpu_processes_split_a_model_from_the_command_line(tmp_path, free_po
             ["--tensor_parallel_size", 2, "--sequence_parallel", "true"],
         ),
     ):
-        run(
-            *("-m", "accelerate.commands.launch", *launch, EXAMPLES / "sft.py", "--model", tmp_path / "model"),
-            *("--dataset", CONVERSATIONS / "mtbench.jsonl", "--output_dir", tmp_path / output, "--use_cpu", "true"),
-            *("--max_steps", 2, "--per_device_train_batch_size", 2, "--save_strategy", "no", "--report_to", "none"),
-            *("--learning_rate", 1e-3, *layout),
-        )
+        with only_ranks():
+            run(
+                *("-m", "accelerate.commands.launch", *launch, EXAMPLES / "sft.py", "--model", tmp_path / "model"),
+                *("--dataset", CONVERSATIONS / "mtbench.jsonl", "--output_dir", tmp_path / output, "--use_cpu", "true"),
+                *("--max_steps", 2, "--per_device_train_batch_size", 2, "--save_strategy", "no", "--report_to", "none"),
+                *("--learning_rate", 1e-3, *layout),
+            )
         adapters.append(load_file(tmp_path / output / "adapter_model.safetensors"))
     one, two = adapters
     assert set(one) == set(two)

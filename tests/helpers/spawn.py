@@ -1,12 +1,15 @@
 """Several ranks on this machine, as a launcher starts them: one thread each; gloo, or NCCL with a GPU each."""
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import random
 import socket
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,6 +27,15 @@ def free_port() -> int:
             if probe.connect_ex(("127.0.0.1", port)):
                 return port
     raise AssertionError("100 ports are in use")
+
+
+@contextlib.contextmanager
+def only_ranks() -> Iterator[None]:
+    """Wait until no other test process has ranks running: more than four at once would be slow, not a better test."""
+    with (Path(tempfile.gettempdir()) / f"hf_megapack-ranks-{os.getuid()}.lock").open("w") as file:
+        # Given up with the file, also by a process that is killed.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _be_rank(function: Callable, rank: int, world_size: int, port: int, starts_group: bool, args: tuple) -> None:
@@ -80,17 +92,22 @@ def run_ranks(
         context.Process(target=_be_rank, args=(function, rank, world_size, port, starts_group, args), daemon=True)
         for rank in range(world_size)
     ]
+    with only_ranks():
+        _run(ranks, timeout_seconds)
+
+
+def _run(ranks: list[multiprocessing.Process], timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
     try:
         for rank in ranks:
             rank.start()
         while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
-            assert time.monotonic() < deadline, f"{world_size} ranks were not done after {timeout_seconds} seconds"
+            assert time.monotonic() < deadline, f"{len(ranks)} ranks were not done after {timeout_seconds} seconds"
             time.sleep(0.05)
         # A rank that fails leaves the others waiting; they get a moment to fail too.
         for rank in ranks:
             rank.join(5.0)
-        assert [rank.exitcode for rank in ranks] == [0] * world_size
+        assert [rank.exitcode for rank in ranks] == [0] * len(ranks)
     finally:
         for rank in ranks:
             if rank.is_alive():
