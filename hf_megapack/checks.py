@@ -21,6 +21,7 @@ from hf_megapack.data.stream import UpdateStream
 from hf_megapack.errors import ConfigError
 from hf_megapack.guard import check_optimizer_class, check_scheduler
 from hf_megapack.meter import EVALUATED
+from hf_megapack.optimizer import check_optimizer_options
 from hf_megapack.weights.adapter import check_lora_config, lora_spec
 from hf_megapack.weights.export import read_peft_adapter
 
@@ -195,14 +196,15 @@ def check_collator_and_optimizer(
         optimizer_cls_and_kwargs: As for MegaPackTrainer.
 
     Raises:
-        ConfigError: If batches would not be packed, the optimizer is not elementwise or given twice, or the schedule
-            is another optimizer's.
+        ConfigError: If batches would not be packed, the optimizer is not elementwise, cannot be built or is given
+            twice, or the schedule is another optimizer's.
     """
     if data_collator is not None and not isinstance(data_collator, PrefixTreeCollator):
         raise ConfigError(f"data_collator is a {type(data_collator).__name__}; it must be a PrefixTreeCollator.")
     optimizer, scheduler = optimizers
     if optimizer_cls_and_kwargs is not None:
         check_optimizer_class(optimizer_cls_and_kwargs[0])
+        check_optimizer_options(*optimizer_cls_and_kwargs)
         if optimizer is not None:
             raise ConfigError("optimizers holds an optimizer, and optimizer_cls_and_kwargs is another. Give only one.")
     check_scheduler(scheduler, optimizer)

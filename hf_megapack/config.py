@@ -5,39 +5,18 @@ values supported so far refuses the others by name. Model and data are checked w
 """
 
 import dataclasses
-import numbers
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from hf_megapack.arguments import ELEMENTWISE_OPTIMIZERS, TRAINING_ARGUMENTS, TRL_NAMES
+from hf_megapack.arguments import TRAINING_ARGUMENTS, TRL_NAMES
 from hf_megapack.errors import ConfigError
 from hf_megapack.launcher import check_launcher, resolve_bf16
 from hf_megapack.learning_rate import check_schedule
-
-_MINIMUM = {
-    "max_length": 2,
-    "dataset_num_proc": 1,
-    "packed_sequence_length": 2,
-    "min_shared_tokens": 1,
-    "sequence_length_multiple": 1,
-    "packed_length_multiple": 1,
-    "dataloader_num_workers": 0,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "per_device_eval_batch_size": 1,
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "virtual_pipeline_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_parallel_size": 1,
-    # any number, not a whole one
-    **dict.fromkeys(("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), 0.0),
-}
-
-_WHOLE = (numbers.Integral, type(None))  # bool and numpy's integers among them
+from hf_megapack.optimizer import check_optimizer, check_optimizer_name
+from hf_megapack.values import check_duration, check_intervals, check_reports, check_values
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -192,7 +171,10 @@ class MegaPackConfig(TrainingArguments):
         self.bf16 = resolve_bf16(self.bf16, fp8=self.fp8, use_cpu=self.use_cpu)
         # transformers would ask accelerate, through the environment, to compile its own model.
         torch_compile, self.torch_compile = self.torch_compile, False
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ConfigError(f"transformers refuses these arguments: {error}") from error
         self.torch_compile = torch_compile
         self._check_together()
 
@@ -208,14 +190,15 @@ class MegaPackConfig(TrainingArguments):
 
     def _check_alone(self) -> None:
         self._refuse_arguments()
-        self._check_own_fields()
+        self._check_values()
         self._resolve_recompute()
 
     def _check_together(self) -> None:
         self._check_packing()
         self._check_combinations()
-        self._check_optimizer()
-        self._check_duration()
+        check_optimizer(self)
+        check_duration(self)
+        check_reports(self)
         check_schedule(self)
 
     def _refuse_arguments(self) -> None:
@@ -230,25 +213,13 @@ class MegaPackConfig(TrainingArguments):
             reason = verdict.reason if verdict else "this version of hf_megapack does not know it"
             raise ConfigError(f"{inherited.name}={value!r} is not supported: {reason}. Leave {inherited.name} out.")
 
-    def _check_own_fields(self) -> None:
-        """Check the fields that this class declares against their types, and all of _MINIMUM against their minima."""
-        for own in dataclasses.fields(self):
-            if own.name not in MegaPackConfig.__annotations__:
-                continue
-            value = getattr(self, own.name)
-            # A text such as "false" would count as true.
-            if {bool, int} & {own.type, *typing.get_args(own.type)} and not isinstance(value, _WHOLE):
-                kind = "True or False" if bool in (own.type, *typing.get_args(own.type)) else "a whole number"
-                raise ConfigError(f"{own.name}={value!r} is a {type(value).__name__}; it must be {kind}.")
-            choices = _literals(own.type)
-            if choices and value is not None and value not in choices:
-                allowed = ", ".join(map(repr, choices))
-                raise ConfigError(f"{own.name}={value!r} is not allowed; it must be one of {allowed}.")
-        for name, minimum in _MINIMUM.items():
-            value, kind = getattr(self, name), numbers.Integral if isinstance(minimum, int) else numbers.Real
-            if value is not None and not (isinstance(value, kind) and value >= minimum):
-                what = "whole number" if kind is numbers.Integral else "number"
-                raise ConfigError(f"{name}={value!r} is not allowed; it must be a {what} of at least {minimum}.")
+    def _check_values(self) -> None:
+        """Check the fields that this class declares, and those of TrainingArguments that are honoured."""
+        honoured = {name for name, verdict in TRAINING_ARGUMENTS.items() if verdict.mark == "honoured"}
+        check_optimizer_name(self)
+        read = honoured | MegaPackConfig.__annotations__.keys()
+        check_values(self, [known.name for known in dataclasses.fields(MegaPackConfig) if known.name in read])
+        check_intervals(self)
 
     def _resolve_recompute(self) -> None:
         """Turn transformers' two names for full recomputation into recompute='full'.
@@ -267,7 +238,7 @@ class MegaPackConfig(TrainingArguments):
             setattr(self, name, inherited.default)
 
     def _check_combinations(self) -> None:
-        """Raise ConfigError where the layout, the optimizer or the precision does not go with another field."""
+        """Raise ConfigError where the layout or the precision does not go with another field."""
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "sequence_parallel=True splits activations over the tensor-parallel ranks, but tensor_parallel_size=1. "
@@ -299,43 +270,6 @@ class MegaPackConfig(TrainingArguments):
                 "leave fp8 out."
             )
 
-    def _check_optimizer(self) -> None:
-        """Raise ConfigError on an optimizer that is not elementwise, or on an option of another optimizer."""
-        optim = getattr(self.optim, "value", self.optim)
-        if optim not in ELEMENTWISE_OPTIMIZERS:
-            raise ConfigError(
-                f"optim={optim!r} is not supported: only optimizers that treat every element alike update shards of a "
-                f"matrix correctly. Allowed: {', '.join(ELEMENTWISE_OPTIMIZERS)}."
-            )
-        if self.max_grad_norm is None:
-            raise ConfigError("max_grad_norm=None is not a number; 0 leaves gradients as they are.")
-        known = ELEMENTWISE_OPTIMIZERS[optim]
-        given = {pair.partition("=")[0].strip() for pair in (self.optim_args or "").split(",") if pair.strip()}
-        if unread := sorted(given - set(known)):
-            allowed = f"of {optim!r} it may set {', '.join(known)}" if known else f"of {optim!r} it sets nothing"
-            raise ConfigError(
-                f"optim_args={self.optim_args!r} has {', '.join(unread)}, which would be ignored: {allowed}. Weight "
-                "decay, and the betas and epsilon of Adam, are fields of their own."
-            )
-        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            value = getattr(self, name)
-            if known and value != TrainingArguments.__dataclass_fields__[name].default:
-                raise ConfigError(f"{name}={value!r} is not read by optim={optim!r}. Leave it out.")
-
-    def _check_duration(self) -> None:
-        """Raise ConfigError where nothing would be trained, or nothing of it saved."""
-        if self.max_steps == 0:
-            raise ConfigError("max_steps=0 trains nothing. Set a number of updates, or leave it out for whole epochs.")
-        if self.max_steps < 0 and self.num_train_epochs <= 0:
-            raise ConfigError(
-                f"num_train_epochs={self.num_train_epochs!r} trains nothing. Set a number above 0, or max_steps."
-            )
-        if self.save_strategy == "best" and self.eval_strategy == "no":
-            raise ConfigError(
-                "save_strategy='best' saves when an evaluation was the best, but eval_strategy='no', so nothing would "
-                "be saved. Set eval_strategy, or another save_strategy."
-            )
-
     def _check_packing(self) -> None:
         """Raise ConfigError where what fills a row, in which order, does not go with another field."""
         if self.max_length is not None and self.max_length > self.packed_sequence_length:
@@ -363,6 +297,11 @@ class MegaPackConfig(TrainingArguments):
                 "train_sampling_strategy='group_by_length' is not supported: packing wastes nothing on unequal "
                 "lengths. Use 'random' or 'sequential'."
             )
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            raise ConfigError(
+                f"train_sampling_strategy={self.train_sampling_strategy!r} is not supported. Use 'random' or "
+                "'sequential'."
+            )
 
 
 def refuse_trl_names(names: typing.Iterable[str]) -> None:
@@ -377,13 +316,6 @@ def refuse_trl_names(names: typing.Iterable[str]) -> None:
     for name in names:
         if name in TRL_NAMES:
             raise ConfigError(f"{name} is a TRL argument that hf_megapack does not have: {TRL_NAMES[name]}.")
-
-
-def _literals(annotation: Any) -> tuple:
-    """Return the values of every Literal inside a type annotation, () if there is none."""
-    if typing.get_origin(annotation) is Literal:
-        return typing.get_args(annotation)
-    return tuple(value for part in typing.get_args(annotation) for value in _literals(part))
 
 
 def _is_default(value: Any, declared: dataclasses.Field) -> bool:
