@@ -186,7 +186,11 @@ def check_loader(loader: Any, method: str) -> None:
 
 
 def check_collator_and_optimizer(
-    data_collator: Any, optimizers: tuple, optimizer_cls_and_kwargs: tuple[type, dict] | None
+    data_collator: Any,
+    optimizers: tuple,
+    optimizer_cls_and_kwargs: tuple[type, dict] | None,
+    *,
+    weight_decay: float,
 ) -> None:
     """Check three arguments that take None for the usual choice.
 
@@ -194,6 +198,7 @@ def check_collator_and_optimizer(
         data_collator: As for MegaPackTrainer.
         optimizers: As for MegaPackTrainer; what its optimizer holds is checked when there are factors to compare.
         optimizer_cls_and_kwargs: As for MegaPackTrainer.
+        weight_decay: What the config says.
 
     Raises:
         ConfigError: If batches would not be packed, the optimizer is not elementwise, cannot be built or is given
@@ -203,8 +208,14 @@ def check_collator_and_optimizer(
         raise ConfigError(f"data_collator is a {type(data_collator).__name__}; it must be a PrefixTreeCollator.")
     optimizer, scheduler = optimizers
     if optimizer_cls_and_kwargs is not None:
-        check_optimizer_class(optimizer_cls_and_kwargs[0])
-        check_optimizer_options(*optimizer_cls_and_kwargs)
+        if not isinstance(optimizer_cls_and_kwargs, tuple | list) or len(optimizer_cls_and_kwargs) != 2:
+            raise ConfigError(
+                f"optimizer_cls_and_kwargs={optimizer_cls_and_kwargs!r} is no pair of a class and its keyword "
+                "arguments. Write for example (torch.optim.AdamW, {'lr': 1e-4})."
+            )
+        optimizer_class, options = optimizer_cls_and_kwargs
+        check_optimizer_class(optimizer_class)
+        check_optimizer_options(optimizer_class, options, weight_decay=weight_decay)
         if optimizer is not None:
             raise ConfigError("optimizers holds an optimizer, and optimizer_cls_and_kwargs is another. Give only one.")
     check_scheduler(scheduler, optimizer)

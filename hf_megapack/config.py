@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_megapack.arguments import TRAINING_ARGUMENTS, TRL_NAMES
 from hf_megapack.errors import ConfigError
@@ -176,17 +177,24 @@ class MegaPackConfig(TrainingArguments):
         except ValueError as error:
             raise ConfigError(f"transformers refuses these arguments: {error}") from error
         self.torch_compile = torch_compile
+        if getattr(self, "warmup_ratio", None) is not None:
+            # Releases that have it have made it warmup_steps, and would do so again over one that is set later.
+            self.warmup_ratio = None
         self._check_together()
 
     def check(self) -> None:
         """Check every field once more: fields, and `set_optimizer` and its like, may be set after the config is built.
 
+        What follows from other fields, such as eval_steps from logging_steps, follows from what they are now.
+
         Raises:
             ConfigError: As when the config is built, and if an attribute was set that only TRL has.
         """
         refuse_trl_names(vars(self))
-        self._check_alone()
-        self._check_together()
+        if self.eval_delay is None:
+            self.eval_delay = 0  # set_evaluate leaves None where it is given no delay
+        # Not a subclass's own, which need not expect to run again.
+        MegaPackConfig.__post_init__(self)
 
     def _check_alone(self) -> None:
         self._refuse_arguments()
@@ -208,7 +216,7 @@ class MegaPackConfig(TrainingArguments):
             if verdict is not None and verdict.mark != "refused":
                 continue
             value = getattr(self, inherited.name)
-            if _is_default(value, type(self).__dataclass_fields__[inherited.name]):
+            if _is_default(value, MegaPackConfig.__dataclass_fields__[inherited.name]):
                 continue
             reason = verdict.reason if verdict else "this version of hf_megapack does not know it"
             raise ConfigError(f"{inherited.name}={value!r} is not supported: {reason}. Leave {inherited.name} out.")
@@ -218,7 +226,8 @@ class MegaPackConfig(TrainingArguments):
         honoured = {name for name, verdict in TRAINING_ARGUMENTS.items() if verdict.mark == "honoured"}
         check_optimizer_name(self)
         read = honoured | MegaPackConfig.__annotations__.keys()
-        check_values(self, [known.name for known in dataclasses.fields(MegaPackConfig) if known.name in read])
+        names = [known.name for known in dataclasses.fields(MegaPackConfig) if known.name in read]
+        check_values(self, MegaPackConfig, names)
         check_intervals(self)
 
     def _resolve_recompute(self) -> None:
@@ -319,10 +328,18 @@ def refuse_trl_names(names: typing.Iterable[str]) -> None:
 
 
 def _is_default(value: Any, declared: dataclasses.Field) -> bool:
-    """Whether a value asks for nothing; transformers rewrites two defaults (None to its config, or to switches off)."""
+    """Whether a value asks for nothing.
+
+    transformers rewrites two defaults (None to its config, or to switches off), and to_dict two more (tokens to a word
+    in their place, that config to a dict).
+    """
     default = declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
-    if type(value).__name__ == "AcceleratorConfig":
-        value = None if value == type(value)() else value
+    if declared.name == "accelerator_config":
+        usual = AcceleratorConfig().to_dict()
+        given = value.to_dict() if isinstance(value, AcceleratorConfig) else value
+        value = None if isinstance(given, dict) and usual | given == usual else value
     if declared.name == "fsdp_config" and isinstance(value, dict) and not any(value.values()):
+        value = None
+    if declared.name.endswith("_token") and value == f"<{declared.name.upper()}>":
         value = None
     return value == default or (not value and not default)

@@ -1,5 +1,6 @@
 """The optimizer and what must hold before it steps, agreed over all ranks: adapters learn, and results are finite."""
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping
@@ -85,13 +86,13 @@ def keep_or_build_optimizer(
 
 
 def check_optimizer_class(optimizer_class: type) -> None:
-    """Refuse optimizers that do not treat every element alike.
+    """Refuse optimizers that do not treat every element alike, and those that step in another way.
 
     Args:
         optimizer_class: The class to look at.
 
     Raises:
-        ConfigError: Naming the class and those allowed.
+        ConfigError: Naming the class and those allowed; or if its step needs arguments, of which it gets none.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, _ELEMENTWISE)):
         allowed = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
@@ -99,6 +100,13 @@ def check_optimizer_class(optimizer_class: type) -> None:
             f"The optimizer {optimizer_class!r} is not supported: only optimizers that treat every element alike "
             f"update shards of a matrix correctly. Allowed: torch's {allowed}, and classes derived from them."
         )
+    try:
+        inspect.signature(optimizer_class.step).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{optimizer_class.__name__}.step() cannot be called without arguments ({error}), as it is once for each "
+            "update: the loss is computed before, once. Give what it takes, a closure for example, a default."
+        ) from error
 
 
 def check_optimizer_parameters(

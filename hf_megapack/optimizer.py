@@ -3,6 +3,7 @@
 transformers builds the optimizer when training begins, and reads of optim_args what it knows without a word.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -68,23 +69,39 @@ def check_optimizer(args: TrainingArguments) -> None:
         )
 
 
-def check_optimizer_options(optimizer_class: type, options: dict[str, Any]) -> None:
-    """Check that an optimizer can be built from the options that a user gives it.
+def check_optimizer_options(optimizer_class: type, options: dict[str, Any], *, weight_decay: float) -> None:
+    """Check that an optimizer can be built from the options that a user gives it, and that none is ignored.
 
     Args:
-        optimizer_class: Its class.
+        optimizer_class: Its class. One that is not torch's own may expect more of what it updates than a trial has, so
+            of that one only the names of its options are checked.
         options: Its keyword arguments.
+        weight_decay: What the config says.
 
     Raises:
         ConfigError: If not, with what the class says.
     """
+    given = f"optimizer_cls_and_kwargs=({optimizer_class.__name__}, {options!r})"
     try:
-        _build_on_trial(optimizer_class, options)
-    except Exception as error:  # the class may be the user's own
+        inspect.signature(optimizer_class).bind([], **options)
+        is_usable = optimizer_class.__module__.partition(".")[0] != "torch" or _stays_finite(
+            # torch refuses it on a CPU, where the trial is.
+            _build_on_trial(optimizer_class, {**options, "capturable": False} if "capturable" in options else options)
+        )
+    except Exception as error:  # torch raises several kinds
         raise ConfigError(
-            f"optimizer_cls_and_kwargs=({optimizer_class.__name__}, {options!r}) cannot be built: {error}. Change "
-            "these keyword arguments."
+            f"{given} does not work: {str(error).rstrip('.')}. Change these keyword arguments."
         ) from error
+    if not is_usable:
+        raise ConfigError(
+            f"{given} would make factors NaN or infinite within two updates, as where a gradient is 0: those of the "
+            "factors A are at first. Change the value that is 0, or far too large."
+        )
+    if options.get("weight_decay", weight_decay) != weight_decay:
+        raise ConfigError(
+            f"{given} would be ignored in weight_decay: all factors have that of MegaPackConfig, which is "
+            f"{weight_decay!r}. Set weight_decay there."
+        )
 
 
 def _check_optim_args(optim_args: str | None, optim: str, known: tuple[str, ...]) -> None:

@@ -1,7 +1,8 @@
 """What single fields of a config may be: types, bounds and choices; and that intervals and durations mean something.
 
 transformers looks at few of its own fields, so that a wrong one would be noticed after weights are loaded, or never.
-Here every value is judged by itself or beside the one field that gives it a meaning; config.py knows the rest.
+Here every value is judged by itself or beside the one field that gives it a meaning; config.py knows the rest. What is
+right is kept as Python's own number, truth value or string.
 """
 
 import dataclasses
@@ -11,16 +12,17 @@ import numbers
 import os
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Literal
 
+import numpy as np
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
 from hf_megapack.errors import ConfigError
 
 _KINDS = {
-    bool: (numbers.Integral, "True or False"),
+    bool: ((numbers.Integral, np.bool_), "True or False"),
     int: (numbers.Integral, "a whole number"),
     float: (numbers.Real, "a finite number"),
     str: ((str, os.PathLike), "a string"),
@@ -48,10 +50,13 @@ _AT_LEAST = {
     "save_total_limit": 1,
     "ddp_timeout": 1,
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"), 0),
-    **dict.fromkeys(("max_grad_norm", "warmup_steps"), 0),
+    **dict.fromkeys(("max_grad_norm", "warmup_steps", "warmup_ratio"), 0),
 }
-# numpy takes no larger seed.
-_BELOW = {"adam_beta1": 1, "adam_beta2": 1, "seed": 2**32}
+# numpy takes no larger seed; transformers takes a ratio of 1 or more for a number of updates.
+_BELOW = {"adam_beta1": 1, "adam_beta2": 1, "seed": 2**32, "warmup_ratio": 1}
+# torch takes no int for one of two.
+_FLOATS = ("adam_beta1", "adam_beta2")
+_WORDS_BESIDE_BOOL = {"include_num_input_tokens_seen": ("all", "non_padding", "no")}
 # transformers lists these by other rules than those by which it takes them.
 _NOT_LISTED = ("azure_ml", "comet_ml", "flyte", "all", "none")
 _MEANINGS = {
@@ -61,23 +66,40 @@ _MEANINGS = {
 }
 
 
-def check_values(args: Any, names: Iterable[str]) -> None:
+def check_values(args: Any, declaring: type, names: Iterable[str]) -> None:
     """Check fields one by one against their types and choices, and against the bounds of this module.
+
+    A number of another library becomes Python's, and a path a string, as a checkpoint writes them.
 
     Args:
         args: The config.
+        declaring: Class whose types and defaults count: a subclass may declare a field anew, which changes nothing
+            about what reads it, and fields of its own, which may have any type.
         names: Fields to look at. One that takes several kinds of values is left to whoever reads it.
 
     Raises:
         ConfigError: Naming the first that is wrong, with what it may be.
     """
     # Not the types of the fields: HfArgumentParser rewrites them, and leaves None out.
-    hints = typing.get_type_hints(type(args))
+    hints = typing.get_type_hints(declaring)
     for name in names:
-        value, declared = getattr(args, name), type(args).__dataclass_fields__[name]
+        value, declared = getattr(args, name), declaring.__dataclass_fields__[name]
         if value is not declared.default and (allowed := _find_fault(declared, value, hints[name])):
             meaning = f"; {_MEANINGS[name]}" if name in _MEANINGS else ""
             raise ConfigError(f"{name}={value!r} is not allowed; it must be {allowed}{meaning}.")
+        if (plain := _as_python(value, must_be_float=name in _FLOATS)) is not value:
+            setattr(args, name, plain)
+
+
+def _as_python(value: Any, *, must_be_float: bool) -> Any:
+    """Return a number, truth value or path of any library as Python's own, and everything else as it is."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if must_be_float or (isinstance(value, numbers.Real) and not isinstance(value, int | float)):
+        return int(value) if isinstance(value, numbers.Integral) and not must_be_float else float(value)
+    return value
 
 
 def _find_fault(declared: dataclasses.Field, value: Any, hint: Any) -> str:
@@ -86,6 +108,9 @@ def _find_fault(declared: dataclasses.Field, value: Any, hint: Any) -> str:
     parts = typing.get_args(hint) if is_union else (hint,)
     if value is None and type(None) in parts:
         return ""
+    if words := _WORDS_BESIDE_BOOL.get(declared.name):
+        is_one = isinstance(value, bool | np.bool_) or value in words
+        return "" if is_one else f"True, False or one of {', '.join(map(repr, words))}"
     kind, *others = (part for part in parts if part is not type(None))
     if is_enum := isinstance(kind, type) and issubclass(kind, enum.Enum):
         choices = [member.value for member in kind]
@@ -94,7 +119,8 @@ def _find_fault(declared: dataclasses.Field, value: Any, hint: Any) -> str:
     if (others and not is_enum) or not (choices or kind in _KINDS):
         return ""
     if choices:
-        return "" if value in choices else f"one of {', '.join(map(repr, choices))}"
+        is_one = isinstance(value, Hashable) and value in choices  # an array is equal to several
+        return "" if is_one else f"one of {', '.join(map(repr, choices))}"
     cls, text = _KINDS[kind]
     if kind in (int, float):
         return "" if _is_within_bounds(declared.name, value, cls) else text + _describe_bounds(declared.name)
@@ -143,10 +169,10 @@ def check_intervals(args: TrainingArguments) -> None:
 
 
 def check_duration(args: TrainingArguments) -> None:
-    """Check that something is trained, and something of it saved.
+    """Check that something is trained, and something of it saved, in a folder.
 
     Args:
-        args: Its max_steps, num_train_epochs, save_strategy and eval_strategy are checked.
+        args: Its max_steps, num_train_epochs, save_strategy, eval_strategy and output_dir are checked.
 
     Raises:
         ConfigError: If nothing would be.
@@ -157,6 +183,8 @@ def check_duration(args: TrainingArguments) -> None:
         raise ConfigError(
             f"num_train_epochs={args.num_train_epochs!r} trains nothing. Set a number above 0, or max_steps."
         )
+    if not args.output_dir:
+        raise ConfigError("output_dir='' is no folder. Name one, or '.' for this one.")
     if args.save_strategy == "best" and args.eval_strategy == "no":
         raise ConfigError(
             "save_strategy='best' saves when an evaluation was the best, but eval_strategy='no', so nothing would "
@@ -173,7 +201,7 @@ def check_reports(args: TrainingArguments) -> None:
     Raises:
         ConfigError: If not, which the HF Trainer would notice when the weights are loaded.
     """
-    names = [args.report_to] if isinstance(args.report_to, str) else args.report_to
+    names = args.report_to
     try:
         get_reporting_integration_callbacks(names)
     except (TypeError, ValueError) as error:
