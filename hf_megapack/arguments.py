@@ -92,8 +92,12 @@ TRAINING_ARGUMENTS: dict[str, Verdict] = {
     ),
 }
 
-# Names that transformers has dropped since the oldest release of our range, so that docs/config.md leaves them out.
-DROPPED_ARGUMENTS = ("warmup_ratio", "logging_dir")
+# What transformers has dropped since the oldest release of our range, so that docs/config.md leaves it out, and what to
+# use instead.
+DROPPED_ARGUMENTS = {
+    "warmup_ratio": "use warmup_steps, which below 1 is a fraction of all updates",
+    "logging_dir": "set TENSORBOARD_LOGGING_DIR in the environment",
+}
 
 # What may differ between the processes of one run: rank 0 alone acts on it, or each for itself.
 PER_PROCESS = frozenset(

@@ -66,9 +66,14 @@ def _parse(classes: Sequence[type], argv: Sequence[str]) -> tuple[Any, ...]:
     options = {} if given.config is None else _read_options(given.config)
     refuse_trl_names([*options, *(_option_name(word) for word in words if word.startswith("--"))])
     nulls = {name for name, value in options.items() if value is None}
-    _check_nulls(nulls, classes, given.config)
-    parser.set_defaults(**dict.fromkeys(nulls))
-    from_file = [word for name, value in options.items() if name not in nulls for word in _words(name, value)]
+    types = {name: of for cls in classes for name, of in typing.get_type_hints(cls).items()}
+    _check_nulls(nulls, types, given.config)
+    _check_lists(options)
+    as_they_are = dict.fromkeys(nulls) | {
+        name: value for name, value in options.items() if isinstance(value, list) and _is_one_word(types.get(name))
+    }
+    parser.set_defaults(**as_they_are)
+    from_file = [word for name, value in options.items() if name not in as_they_are for word in _words(name, value)]
     *parsed, _, unknown = parser.parse_args_into_dataclasses([*from_file, *words], return_remaining_strings=True)
     if unknown:
         raise ConfigError(f"unknown options or values {' '.join(unknown)}; --help lists the options that there are")
@@ -92,9 +97,21 @@ def _read_options(file: str) -> dict[str, Any]:
     return {_option_name(str(name)): value for name, value in options.items()}
 
 
-def _check_nulls(names: set[str], classes: Sequence[type], file: str) -> None:
+def _is_one_word(hint: Any) -> bool:
+    """Whether an option of this type may be a list, of which a command line takes one word: report_to is such."""
+    parts = typing.get_args(hint)
+    return str in parts and any(typing.get_origin(part) is list for part in parts)
+
+
+def _check_lists(options: dict[str, Any]) -> None:
+    """Refuse null in lists."""
+    for name, value in options.items():
+        if isinstance(value, list) and None in value:
+            raise ConfigError(f"{name} holds null in a list, {value}; remove it, or write a value")
+
+
+def _check_nulls(names: set[str], types: dict[str, Any], file: str) -> None:
     """Refuse null for unknown options, and for those whose type does not have None."""
-    types = {name: of for cls in classes for name, of in typing.get_type_hints(cls).items()}
     for name in sorted(names):
         if name not in types:
             raise ConfigError(f"unknown option {name} in {file}; --help lists the options that there are")
@@ -107,8 +124,6 @@ def _words(name: str, value: Any) -> Iterator[str]:
     if not isinstance(value, list):
         yield f"--{name}={_word(value)}"
         return
-    if None in value:
-        raise ConfigError(f"{name} holds null in a list, {value}; remove it, or write a value")
     yield f"--{name}"
     yield from map(_word, value)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from hf_megapack.arguments import TRAINING_ARGUMENTS, TRL_NAMES
+from hf_megapack.arguments import DROPPED_ARGUMENTS, TRAINING_ARGUMENTS, TRL_NAMES
 from hf_megapack.errors import ConfigError
 from hf_megapack.launcher import check_launcher, resolve_bf16
 from hf_megapack.learning_rate import check_schedule
@@ -162,7 +162,7 @@ class MegaPackConfig(TrainingArguments):
     remove_unused_columns: bool = _option(False, "Nothing depends on it: packing reads its own columns.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "MegaPackConfig":
-        """Refuse names that only TRL has before dataclasses calls them unexpected."""
+        """Refuse names that only others have before dataclasses calls them unexpected."""
         refuse_trl_names(kwargs)
         return super().__new__(cls)
 
@@ -314,7 +314,7 @@ class MegaPackConfig(TrainingArguments):
 
 
 def refuse_trl_names(names: typing.Iterable[str]) -> None:
-    """Raise on the first name that only TRL has.
+    """Raise on the first name that only TRL has, or only earlier releases of transformers.
 
     Args:
         names: Argument names.
@@ -325,6 +325,8 @@ def refuse_trl_names(names: typing.Iterable[str]) -> None:
     for name in names:
         if name in TRL_NAMES:
             raise ConfigError(f"{name} is a TRL argument that hf_megapack does not have: {TRL_NAMES[name]}.")
+        if name in DROPPED_ARGUMENTS and name not in TrainingArguments.__dataclass_fields__:
+            raise ConfigError(f"{name} is not in this release of transformers: {DROPPED_ARGUMENTS[name]}.")
 
 
 def _is_default(value: Any, declared: dataclasses.Field) -> bool:

@@ -4,7 +4,10 @@ import json
 from dataclasses import dataclass, field
 
 import pytest
+from transformers import TrainingArguments
 
+from hf_megapack import values
+from hf_megapack.arguments import DROPPED_ARGUMENTS
 from hf_megapack.command_line import parse_options
 from hf_megapack.config import MegaPackConfig
 
@@ -79,6 +82,32 @@ def test_words_win_over_the_file_also_over_its_nulls_and_lists(parse):
     assert args.lr_scheduler_kwargs == {"min_lr": 0.5}
 
 
+@pytest.mark.parametrize("text", ["[]", "[none]", "none"])
+def test_a_list_of_the_file_may_be_empty_where_a_word_does_too(parse, text):
+    assert parse("--model", "folder", yaml=f"report_to: {text}\n")[1].report_to == []
+
+
+def test_a_list_of_the_file_may_have_several_where_the_command_line_takes_one_word(parse, monkeypatch):
+    monkeypatch.setattr(values, "get_available_reporting_integrations", lambda: ["trackio", "wandb"])
+    text = "report_to: [trackio, wandb]\n"
+    assert parse("--model", "folder", yaml=text)[1].report_to == ["trackio", "wandb"]
+    assert parse("--model", "folder", "--report_to", "wandb", yaml=text)[1].report_to == ["wandb"]
+
+
+@pytest.mark.parametrize("name", DROPPED_ARGUMENTS)
+def test_a_name_that_transformers_has_dropped_ends_with_what_to_use(parse, name):
+    if name in TrainingArguments.__dataclass_fields__:
+        # Honoured as long as transformers has it.
+        assert MegaPackConfig(output_dir="x", use_cpu=True, **{name: None}).use_cpu
+        return
+    with pytest.raises(
+        SystemExit, match=f"^error: {name} is not in this release of transformers: (use|set) [A-Za-z]+_"
+    ):
+        parse("--model", "folder", yaml=f"{name}: 0.1\n")
+    with pytest.raises(SystemExit, match=f"^error: {name} is not in this release"):
+        parse("--model", "folder", f"--{name}", "0.1")
+
+
 def test_null_of_the_file_is_none_where_the_default_is_another(parse):
     assert parse("--model", "folder", yaml="label:\n")[0].label is None
     assert parse("--model", "folder", yaml="seed: 1\n")[0].label == "plain"
@@ -105,6 +134,8 @@ def test_config_without_a_file_is_an_error(tmp_path, capsys):
         ("learning_rat:", r"unknown option learning_rat in .*run.yaml"),
         ("learning_rat: 1.0", r"unknown options or values --learning_rat=1.0; --help lists"),
         ("modules: [q_proj, null]", "modules holds null in a list"),
+        ("report_to: [null]", "report_to holds null in a list"),
+        ("seed: [1, 2]", "unknown options or values 2"),
         ("packing: true", "packing is a TRL argument .*choose with packing_strategy"),
         ("packing:", "packing is a TRL argument"),
         ("- a\n- b", "run.yaml holds a list; write one `option: value` a line"),
