@@ -53,17 +53,18 @@ class ContextShare:
             rank: Among those that share it.
             group: These ranks.
         """
-        owner, is_seen = np.empty((2, split.slots.size), dtype=np.int64)
+        owner = np.empty(split.slots.size, dtype=np.int64)
         for index, slots in enumerate(split.slots):
             owner[slots] = index
         seen = split.seen[rank]
         owner_of_seen = owner[seen]
-        sent, received = [], []
+        sent, received = [[] for _ in split.slots], [[] for _ in split.slots]
         for other, seen_by_other in enumerate(split.seen):
-            is_seen[:] = 0
-            is_seen[seen_by_other] = other != rank
-            sent.append(_runs_of(is_seen[seen] * (owner_of_seen == rank)))
-            received.append(_runs_of(owner_of_seen == other) if other != rank else [])
+            if other != rank:
+                is_seen_by_other = np.zeros(owner.size, dtype=bool)
+                is_seen_by_other[seen_by_other] = True
+                sent[other] = _runs_of(is_seen_by_other[seen] & (owner_of_seen == rank))
+                received[other] = _runs_of(owner_of_seen == other)
         slots = integers_on_device(np.flatnonzero(owner_of_seen == rank))
         return cls(slots=slots, num_seen=seen.size, sent=sent, received=received, group=group)
 
