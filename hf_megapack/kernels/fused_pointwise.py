@@ -15,6 +15,8 @@ from hf_megapack.kernels.pointwise import HeadNorm
 # Elements that one program of the activation handles, and heads that one program of the rotation handles.
 SWIGLU_BLOCK = 1024
 HEADS_BLOCK = 16
+# Of the program that normalises a slot.
+NORM_WARPS = 8
 
 
 @triton.jit
@@ -72,50 +74,104 @@ class FusedSwiglu(torch.autograd.Function):
 
 
 @triton.jit
-def _load_parts(pointer, inside, dim, half, head_dim):
-    """Load what turns first, what turns second, and what does not turn, as float32; 0 where there is nothing."""
+def _rms_norm_forward(hidden, weight, output, eps, num_channels: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * num_channels
+    channel = tl.arange(0, block)
+    inside = channel < num_channels
+    value = tl.load(hidden + row + channel, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / num_channels + eps)
+    result = value * scale * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + row + channel, result.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rms_norm_backward(  # noqa: PLR0913 (a kernel's arguments)
+    hidden, weight, grad, grad_residual, grad_hidden, eps,
+    num_channels: tl.constexpr, block: tl.constexpr, has_residual: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * num_channels
+    channel = tl.arange(0, block)
+    inside = channel < num_channels
+    value = tl.load(hidden + row + channel, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / num_channels + eps)
+    value *= scale
+    weighted = tl.load(grad + row + channel, mask=inside, other=0.0).to(tl.float32)
+    weighted *= tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+    result = (weighted - value * (tl.sum(weighted * value, axis=0) / num_channels)) * scale
+    if has_residual:
+        result += tl.load(grad_residual + row + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(grad_hidden + row + channel, result.to(grad_hidden.dtype.element_ty), mask=inside)
+
+
+class FusedNormAndResidual(torch.autograd.Function):
+    """The RMS norm of its input under a frozen weight, and the input itself: their gradients are summed in one pass."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, eps):  # noqa: D102
+        hidden = hidden.contiguous()
+        ctx.save_for_backward(hidden, weight)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        output, num_channels = torch.empty_like(hidden), hidden.shape[-1]
+        if hidden.numel():
+            _rms_norm_forward[(hidden.numel() // num_channels,)](
+                hidden, weight, output, eps,
+                num_channels=num_channels,
+                block=triton.next_power_of_2(num_channels),
+                num_warps=NORM_WARPS,
+            )  # fmt: skip
+        return output, hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad, grad_residual):  # noqa: D102
+        if grad is None:
+            return grad_residual, None, None
+        hidden, weight = ctx.saved_tensors
+        grad_hidden, num_channels = torch.empty_like(hidden), hidden.shape[-1]
+        if hidden.numel():
+            # Where nobody read the stream on, the stand-in is never read.
+            _rms_norm_backward[(hidden.numel() // num_channels,)](
+                hidden, weight, grad.contiguous(), hidden if grad_residual is None else grad_residual.contiguous(),
+                grad_hidden, ctx.eps,
+                has_residual=grad_residual is not None,
+                num_channels=num_channels,
+                block=triton.next_power_of_2(num_channels),
+                num_warps=NORM_WARPS,
+            )  # fmt: skip
+        return grad_hidden, None, None
+
+
+@triton.jit
+def _load_parts(pointer, inside, dim, half: tl.constexpr, head_dim: tl.constexpr, other):
+    """Load what turns first, what turns second, and what does not turn, as float32; `other` where there is nothing."""
     turns = inside & (dim < half)[None, :]
-    stays = inside & (2 * half + dim < head_dim)[None, :]
-    first = tl.load(pointer + dim[None, :], mask=turns, other=0.0).to(tl.float32)
-    second = tl.load(pointer + half + dim[None, :], mask=turns, other=0.0).to(tl.float32)
-    rest = tl.load(pointer + 2 * half + dim[None, :], mask=stays, other=0.0).to(tl.float32)
+    first = tl.load(pointer + dim[None, :], mask=turns, other=other).to(tl.float32)
+    second = tl.load(pointer + half + dim[None, :], mask=turns, other=other).to(tl.float32)
+    rest = tl.zeros_like(first)
+    if head_dim > 2 * half:
+        stays = inside & (2 * half + dim < head_dim)[None, :]
+        rest = tl.load(pointer + 2 * half + dim[None, :], mask=stays, other=other).to(tl.float32)
     return first, second, rest
 
 
 @triton.jit
-def _store_parts(pointer, inside, dim, half, head_dim, first, second, rest):  # noqa: PLR0913 (three parts)
+def _store_parts(pointer, inside, dim, half: tl.constexpr, head_dim: tl.constexpr, first, second, rest):  # noqa: PLR0913 (three parts)
     dtype = pointer.dtype.element_ty
     turns = inside & (dim < half)[None, :]
-    stays = inside & (2 * half + dim < head_dim)[None, :]
     tl.store(pointer + dim[None, :], first.to(dtype), mask=turns)
     tl.store(pointer + half + dim[None, :], second.to(dtype), mask=turns)
-    tl.store(pointer + 2 * half + dim[None, :], rest.to(dtype), mask=stays)
+    if head_dim > 2 * half:
+        stays = inside & (2 * half + dim < head_dim)[None, :]
+        tl.store(pointer + 2 * half + dim[None, :], rest.to(dtype), mask=stays)
 
 
-@triton.jit
-def _load_weights(weight, dim, half, head_dim):
-    first = tl.load(weight + dim, mask=dim < half, other=0.0).to(tl.float32)
-    second = tl.load(weight + half + dim, mask=dim < half, other=0.0).to(tl.float32)
-    rest = tl.load(weight + 2 * half + dim, mask=2 * half + dim < head_dim, other=0.0).to(tl.float32)
-    return first[None, :], second[None, :], rest[None, :]
-
-
-@triton.jit
-def _norm_weights(query_weight, key_weight, is_query, is_value, dim, half, head_dim):  # noqa: PLR0913 (two weights)
-    """Return the weight of each head in the three parts, 1 for values."""
-    q_first, q_second, q_rest = _load_weights(query_weight, dim, half, head_dim)
-    k_first, k_second, k_rest = _load_weights(key_weight, dim, half, head_dim)
-    first = tl.where(is_query, q_first, tl.where(is_value, 1.0, k_first))
-    second = tl.where(is_query, q_second, tl.where(is_value, 1.0, k_second))
-    rest = tl.where(is_query, q_rest, tl.where(is_value, 1.0, k_rest))
-    return first, second, rest
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _split_heads(  # noqa: PLR0913 (a kernel's arguments)
     mixed, query, key, value, grad_mixed,
     rotation, query_weight, key_weight, key_slots,
-    num_slots, num_groups, group_size, first_place, num_places, half, head_dim, eps,
+    num_slots, eps,
+    num_groups: tl.constexpr, group_size: tl.constexpr, first_place: tl.constexpr, num_places: tl.constexpr,
+    half: tl.constexpr, head_dim: tl.constexpr,
     has_norm: tl.constexpr, has_key_slots: tl.constexpr, is_backward: tl.constexpr,
     heads_block: tl.constexpr, dim_block: tl.constexpr,
 ):  # fmt: skip
@@ -127,54 +183,48 @@ def _split_heads(  # noqa: PLR0913 (a kernel's arguments)
     index = tl.program_id(1) * heads_block + tl.arange(0, heads_block)
     dim = tl.arange(0, dim_block)
     group, place = index // num_places, first_place + index % num_places
-    head = group * group_size + place
     inside = (group < num_groups)[:, None]
     is_query = (place < group_size - 2)[:, None]
     is_value = (place == group_size - 1)[:, None]
-    has_query, has_key, has_value = inside & is_query, inside & ~(is_query | is_value), inside & is_value
     key_slot = tl.load(key_slots + slot) if has_key_slots else slot
-    query += ((slot * num_groups * (group_size - 2) + group * (group_size - 2) + place) * head_dim)[:, None]
-    key += ((key_slot * num_groups + group) * head_dim)[:, None]
-    value += ((key_slot * num_groups + group) * head_dim)[:, None]
-    mixed += ((slot * num_groups * group_size + head) * head_dim)[:, None]
+    query += ((slot * num_groups + group) * (group_size - 2) + place)[:, None] * head_dim
+    key += (key_slot * num_groups + group)[:, None] * head_dim
+    value += (key_slot * num_groups + group)[:, None] * head_dim
+    split = tl.where(is_query, query, tl.where(is_value, value, key))
+    place_in_mixed = ((slot * num_groups + group) * group_size + place)[:, None] * head_dim
     cosine = tl.load(rotation + slot * half + dim, mask=dim < half, other=0.0)[None, :]
     sine = tl.load(rotation + (num_slots + slot) * half + dim, mask=dim < half, other=0.0)[None, :]
     # Values do not turn.
     cosine, sine = tl.where(is_value, 1.0, cosine), tl.where(is_value, 0.0, sine)
     if has_norm or not is_backward:
-        first, second, rest = _load_parts(mixed, inside, dim, half, head_dim)
+        first, second, rest = _load_parts(mixed + place_in_mixed, inside, dim, half, head_dim, 0.0)
     if has_norm:
         squares = tl.sum(first * first + second * second + rest * rest, axis=1)[:, None]
+        # Nor are they normalised.
         scale = tl.where(is_value, 1.0, tl.rsqrt(squares / head_dim + eps))
         first, second, rest = first * scale, second * scale, rest * scale
-        weights = _norm_weights(query_weight, key_weight, is_query, is_value, dim, half, head_dim)
+        weight = tl.where(is_query, query_weight, key_weight)
+        weight_first, weight_second, weight_rest = _load_parts(weight, inside & ~is_value, dim, half, head_dim, 1.0)
     if is_backward:
-        # Each head is in one of the three; the others load 0.
-        q_first, q_second, q_rest = _load_parts(query, has_query, dim, half, head_dim)
-        k_first, k_second, k_rest = _load_parts(key, has_key, dim, half, head_dim)
-        v_first, v_second, v_rest = _load_parts(value, has_value, dim, half, head_dim)
-        turned, other, grad_rest = q_first + k_first + v_first, q_second + k_second + v_second, q_rest + k_rest + v_rest
+        turned, other, grad_rest = _load_parts(split, inside, dim, half, head_dim, 0.0)
         grad_first, grad_second = turned * cosine + other * sine, other * cosine - turned * sine
         if has_norm:
             grad_first, grad_second, grad_rest = (
-                grad_first * weights[0],
-                grad_second * weights[1],
-                grad_rest * weights[2],
+                grad_first * weight_first,
+                grad_second * weight_second,
+                grad_rest * weight_rest,
             )
             along = tl.sum(grad_first * first + grad_second * second + grad_rest * rest, axis=1)[:, None] / head_dim
             along = tl.where(is_value, 0.0, along)
             grad_first = (grad_first - first * along) * scale
             grad_second = (grad_second - second * along) * scale
             grad_rest = (grad_rest - rest * along) * scale
-        grad_mixed += ((slot * num_groups * group_size + head) * head_dim)[:, None]
-        _store_parts(grad_mixed, inside, dim, half, head_dim, grad_first, grad_second, grad_rest)
+        _store_parts(grad_mixed + place_in_mixed, inside, dim, half, head_dim, grad_first, grad_second, grad_rest)
     else:
         if has_norm:
-            first, second, rest = first * weights[0], second * weights[1], rest * weights[2]
+            first, second, rest = first * weight_first, second * weight_second, rest * weight_rest
         turned, other = first * cosine - second * sine, second * cosine + first * sine
-        _store_parts(query, has_query, dim, half, head_dim, turned, other, rest)
-        _store_parts(key, has_key, dim, half, head_dim, turned, other, rest)
-        _store_parts(value, has_value, dim, half, head_dim, turned, other, rest)
+        _store_parts(split, inside, dim, half, head_dim, turned, other, rest)
 
 
 class HeadSplit:
@@ -234,8 +284,13 @@ class HeadSplit:
         _split_heads[num_slots, triton.cdiv(num_groups * num_places, HEADS_BLOCK)](
             mixed, *heads, grad_mixed,
             self._rotation, *weights, self._rotation if self._key_slots is None else self._key_slots,
-            num_slots, num_groups, group_size, first, num_places, half, head_dim,
-            0.0 if self._norm is None else self._norm.eps,
+            num_slots, 0.0 if self._norm is None else self._norm.eps,
+            num_groups=num_groups,
+            group_size=group_size,
+            first_place=first,
+            num_places=num_places,
+            half=half,
+            head_dim=head_dim,
             has_norm=self._norm is not None,
             has_key_slots=self._key_slots is not None,
             is_backward=is_backward,

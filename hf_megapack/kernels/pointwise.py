@@ -49,6 +49,36 @@ def plain_swiglu(gate_up_TC: torch.Tensor) -> torch.Tensor:
     return silu(gate) * up
 
 
+def norm_and_residual(hidden_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the RMS norm of a residual stream and the stream itself, to be read on in its place.
+
+    Whoever reads the stream through the second result leaves the sum of both gradients to one pass of the norm's.
+
+    Args:
+        hidden_TD: Floating, shape (..., D).
+        weight_D: Frozen weight, shape (D,).
+        eps: Added to the mean square.
+
+    Returns:
+        Two tensors of the same dtype and shape.
+
+    Source:
+        `torch.nn.functional.rms_norm`, torch 2.13: float32 inside, rounded once.
+    """
+    if hidden_TD.is_cuda and hidden_TD.dtype in FUSED_DTYPES:
+        from hf_megapack.kernels.fused_pointwise import FusedNormAndResidual
+
+        return FusedNormAndResidual.apply(hidden_TD, weight_D, eps)
+    return plain_norm_and_residual(hidden_TD, weight_D, eps)
+
+
+def plain_norm_and_residual(
+    hidden_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `norm_and_residual` says in plain PyTorch."""
+    return rms_norm(hidden_TD, weight_D.shape, weight_D, eps), hidden_TD
+
+
 def split_heads(
     mixed_TC: torch.Tensor, rotation_2T1F: torch.Tensor, norm: HeadNorm | None, *, num_groups: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

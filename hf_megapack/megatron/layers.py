@@ -14,13 +14,16 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from hf_megapack.kernels.pointwise import HeadNorm, split_heads, swiglu
+from hf_megapack.kernels.pointwise import HeadNorm, norm_and_residual, split_heads, swiglu
 from hf_megapack.megatron.attention import TreeAttention, TreeParams
 from hf_megapack.megatron.families import DenseFamily, ExpertSettings
 from hf_megapack.megatron.gather import GatheringLayer
 from hf_megapack.megatron.lora_products import Origin, keep_origin
 from hf_megapack.megatron.moe import put_in_experts
 from hf_megapack.megatron.shared_heads import split_and_fetch_heads
+
+# From 0.17 on Megatron-Core's layers read the residual stream on where their norms hand it to them.
+_NORMS_RETURN_RESIDUAL = "fused_residual_rmsnorm" in TransformerConfig.__dataclass_fields__
 
 
 class FrozenRMSNorm(torch.nn.RMSNorm):
@@ -30,16 +33,35 @@ class FrozenRMSNorm(torch.nn.RMSNorm):
     gradient summed, so Megatron-Core's own wrapper refuses.
     """
 
-    # Whether the backward pass of what reads the result makes it again instead of keeping it.
-    is_recomputed = False
-
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
         super().__init__(hidden_size, eps=eps)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise over the last dimension."""
-        output = super().forward(hidden)
-        return keep_origin(output, Origin(super().forward, hidden)) if self.is_recomputed else output
+
+class LayerNorm(FrozenRMSNorm):
+    """The norm of a layer's residual stream, before its attention or its MLP.
+
+    Attributes:
+        is_recomputed: Whether the backward pass of what reads the result makes it again instead of keeping it.
+    """
+
+    is_recomputed = False
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """Normalise over the last dimension.
+
+        Args:
+            hidden: The residual stream, shape (T, 1, D).
+
+        Returns:
+            The result and the stream, or the result alone where Megatron-Core's layer takes no more.
+        """
+        output, residual = norm_and_residual(hidden, self.weight, self.eps)
+        if self.is_recomputed:
+            output = keep_origin(output, Origin(self._normalise, hidden))
+        return (output, residual) if _NORMS_RETURN_RESIDUAL else output
+
+    def _normalise(self, hidden: torch.Tensor) -> torch.Tensor:
+        return norm_and_residual(hidden, self.weight, self.eps)[0]
 
 
 class TreeSelfAttention(SelfAttention):
@@ -125,7 +147,7 @@ def layer_spec(
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
         column, row = TEColumnParallelLinear, TERowParallelLinear
-    layer.input_layernorm = layer.pre_mlp_layernorm = FrozenRMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = LayerNorm
     layer.self_attention.module = TreeSelfAttention
     attention = layer.self_attention.submodules
     attention.linear_qkv, attention.core_attention, attention.linear_proj = column, TreeAttention, row

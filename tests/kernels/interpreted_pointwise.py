@@ -6,8 +6,8 @@ test_pointwise.py runs this file in a process of its own: Triton reads TRITON_IN
 import pytest
 import torch
 
-from hf_megapack.kernels.fused_pointwise import FusedSplitHeads, FusedSwiglu
-from hf_megapack.kernels.pointwise import HeadNorm, plain_split_heads, plain_swiglu
+from hf_megapack.kernels.fused_pointwise import FusedNormAndResidual, FusedSplitHeads, FusedSwiglu
+from hf_megapack.kernels.pointwise import HeadNorm, plain_norm_and_residual, plain_split_heads, plain_swiglu
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 
@@ -32,6 +32,26 @@ def compare(ours, plain, inputs, bound):
 def test_swiglu(shape, dtype):
     gate_up = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     compare(FusedSwiglu.apply, plain_swiglu, [gate_up], BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("read", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (3, 1, 70), (5, 128)])
+def test_norm_and_residual(shape, read, dtype):
+    """Widths that are no power of two, and streams or norms that nobody reads."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, generator=generator).to(dtype) for size in (shape, shape[-1:]))
+
+    def results(outputs):
+        return tuple(output for output, is_read in zip(outputs, read, strict=True) if is_read)
+
+    def ours(x):
+        return results(FusedNormAndResidual.apply(x, weight, 1e-5))
+
+    def plain(x):
+        return results(plain_norm_and_residual(x, weight.double(), 1e-5))
+
+    compare(ours, plain, [hidden], BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,6 +81,7 @@ def test_split_heads(num_heads, num_groups, head_dim, half, has_norm, dtype):
 def test_no_slots():
     empty = torch.empty(0, 64, requires_grad=True)
     FusedSwiglu.apply(empty).sum().backward()
+    sum(x.sum() for x in FusedNormAndResidual.apply(empty, torch.ones(64), 1e-5)).backward()
     query, _, _ = FusedSplitHeads.apply(empty, torch.empty(2, 0, 1, 8), None, 1, 16)
     query.sum().backward()
     assert query.shape == (0, 2, 16)

@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+import torch
 
 import hf_megapack.megatron  # noqa: F401 (the quiet import comes first)
 
@@ -32,7 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from hf_megapack.megatron.experts import Experts
 from hf_megapack.megatron.handoff import STEPS, handoff_methods
-from hf_megapack.megatron.layers import FrozenRMSNorm
+from hf_megapack.megatron.layers import FrozenRMSNorm, LayerNorm
 from hf_megapack.megatron.moe import put_in_experts
 
 SIGNATURES = [
@@ -175,6 +176,17 @@ def test_our_norm_takes_the_place_of_every_norm_in_the_spec():
         assert hasattr(owner, name)
     assert FrozenRMSNorm(config=None, hidden_size=3, eps=1e-3).eps == 1e-3
     assert "final_layernorm" in inspect.getsource(TransformerBlock)
+
+
+def test_layers_take_the_residual_stream_from_the_norms_that_return_it():
+    hidden = torch.randn(2, 1, 3)
+    outputs = LayerNorm(config=None, hidden_size=3)(hidden)
+    source = inspect.getsource(TransformerLayer)
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        assert (f"{name}_output, residual = {name}_output" in source) is isinstance(outputs, tuple)
+    normalised, stream = outputs if isinstance(outputs, tuple) else (outputs, hidden)
+    assert torch.equal(stream, hidden)
+    torch.testing.assert_close(normalised, hidden * (hidden.square().mean(-1, keepdim=True) + 1e-5).rsqrt())
 
 
 def test_attention_and_mlp_have_the_parts_that_ours_run():
