@@ -6,7 +6,8 @@ Qwen3-8B's linears with 16,384 slots in bfloat16, LoRA of rank 16 for every proj
 backward, without the weight's gradient, as frozen weights need it. "joined" is what hf_megapack trains with; "apart" is
 the frozen product plus the usual two of LoRA, added. Transformer Engine's Linear stands beside the largest of them, in
 bfloat16 and in each FP8 recipe that the GPU has. The pointwise kernels stand beside plain PyTorch and the time that
-their reads and writes take at the memory's nominal 4.8 TB/s. Medians of ten.
+their reads and writes take at the memory's nominal 4.8 TB/s. Medians of ten measurements of several calls each, which
+are queued as layers queue theirs.
 """
 
 import importlib.util
@@ -17,7 +18,15 @@ from collections.abc import Callable
 import torch
 import workload
 
-from hf_megapack.kernels.pointwise import HeadNorm, plain_split_heads, plain_swiglu, split_heads, swiglu
+from hf_megapack.kernels.pointwise import (
+    HeadNorm,
+    norm_and_residual,
+    plain_norm_and_residual,
+    plain_split_heads,
+    plain_swiglu,
+    split_heads,
+    swiglu,
+)
 from hf_megapack.megatron.lora_products import FrozenLinearWithUpdate, StackedFactors
 
 # Without a GPU the script only shows that it runs.
@@ -31,6 +40,7 @@ LINEARS = {
     "down": (12288, 4096, 1),
 }
 BYTES_PER_MS = 4.8e9
+QUEUED = 6
 
 
 class FrozenProduct(torch.autograd.Function):
@@ -59,10 +69,11 @@ def milliseconds(function: Callable[[], object]) -> float:
             continue
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
-        function()
+        for _ in range(QUEUED):
+            function()
         ended.record()
         torch.cuda.synchronize()
-        times.append(began.elapsed_time(ended))
+        times.append(began.elapsed_time(ended) / QUEUED)
     return statistics.median(times)
 
 
@@ -137,7 +148,12 @@ def time_transformer_engine() -> None:
 
 def time_pointwise() -> None:
     """Print the kernels' times beside plain PyTorch's."""
-    gate_up, mixed = random(SLOTS, 24576), random(SLOTS, 6144)
+    gate_up, mixed, hidden, weight = (
+        random(SLOTS, 24576),
+        random(SLOTS, 6144),
+        random(SLOTS, 4096),
+        random(4096).detach(),
+    )
     rotation = torch.randn(2, SLOTS, 1, 64, device=DEVICE)
     norm = HeadNorm(random(128).detach(), random(128).detach(), 1e-6)
     sizes = {"num_groups": 8, "head_dim": 128}
@@ -150,6 +166,12 @@ def time_pointwise() -> None:
             tuple(lambda x, f=f: f(x, rotation, norm, **sizes) for f in (split_heads, plain_split_heads)),
             mixed,
             5 * mixed.numel(),
+        ),
+        (
+            "norm of the residual stream",
+            tuple(lambda x, f=f: f(x, weight, 1e-6) for f in (norm_and_residual, plain_norm_and_residual)),
+            hidden,
+            6 * hidden.numel(),
         ),
     ):
         times = []

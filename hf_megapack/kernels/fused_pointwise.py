@@ -15,8 +15,8 @@ from hf_megapack.kernels.pointwise import HeadNorm
 # Elements that one program of the activation handles, and heads that one program of the rotation handles.
 SWIGLU_BLOCK = 1024
 HEADS_BLOCK = 16
-# Of the program that normalises a slot.
-NORM_WARPS = 8
+# Elements that one warp of the norm handles at most, where these are enough warps.
+NORM_BLOCK = 1024
 
 
 @triton.jit
@@ -103,6 +103,11 @@ def _rms_norm_backward(  # noqa: PLR0913 (a kernel's arguments)
     tl.store(grad_hidden + row + channel, result.to(grad_hidden.dtype.element_ty), mask=inside)
 
 
+def _norm_sizes(num_channels: int) -> dict[str, int]:
+    block = triton.next_power_of_2(num_channels)
+    return {"num_channels": num_channels, "block": block, "num_warps": min(max(4, block // NORM_BLOCK), 32)}
+
+
 class FusedNormAndResidual(torch.autograd.Function):
     """The RMS norm of its input under a frozen weight, and the input itself: their gradients are summed in one pass."""
 
@@ -116,9 +121,7 @@ class FusedNormAndResidual(torch.autograd.Function):
         if hidden.numel():
             _rms_norm_forward[(hidden.numel() // num_channels,)](
                 hidden, weight, output, eps,
-                num_channels=num_channels,
-                block=triton.next_power_of_2(num_channels),
-                num_warps=NORM_WARPS,
+                **_norm_sizes(num_channels),
             )  # fmt: skip
         return output, hidden.view_as(hidden)
 
@@ -134,9 +137,7 @@ class FusedNormAndResidual(torch.autograd.Function):
                 hidden, weight, grad.contiguous(), hidden if grad_residual is None else grad_residual.contiguous(),
                 grad_hidden, ctx.eps,
                 has_residual=grad_residual is not None,
-                num_channels=num_channels,
-                block=triton.next_power_of_2(num_channels),
-                num_warps=NORM_WARPS,
+                **_norm_sizes(num_channels),
             )  # fmt: skip
         return grad_hidden, None, None
 
