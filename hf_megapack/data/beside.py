@@ -7,6 +7,8 @@ template renders a key of a message is asked elsewhere.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from hf_megapack.errors import DataError
 
 _IN_MESSAGES = "put it into the conversation, as a message of its own"
@@ -20,6 +22,11 @@ COLUMNS = {
     "input": _IN_MESSAGES,
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _ONLY_TEXT),
 }
+
+# What TRL calls a loss mask.
+TRL_MASKS = ("completion_mask", "assistant_masks")
+# Columns beside ready tokens that say how they are to be learned.
+TOKEN_COLUMNS = ("position_ids", "seq_lengths", *TRL_MASKS)
 
 _CALLS, _REASONING, _TEXT = (f"templates look for {key}" for key in ("tool_calls", "reasoning_content", "content"))
 # Reasoning matters in turns that are learned; templates leave out that of earlier turns.
@@ -112,6 +119,37 @@ def check_columns(row: Mapping[str, Any], texts: Iterable[str], row_index: int) 
             f"row {row_index}: the column {name} is not read and holds what no message does, so it would be missing "
             f"from training; {COLUMNS[name]}, or remove the column"
         )
+
+
+def check_token_columns(row: Mapping[str, Any], loss_mask: np.ndarray, row_index: int) -> None:
+    """Refuse columns beside ready tokens that say they are several examples, or that fewer of them are learned.
+
+    Args:
+        row: Column name -> value.
+        loss_mask: What is learned of the row, without its padding. uint8, shape (num_tokens,).
+        row_index: Position of the row, for error messages.
+
+    Raises:
+        DataError: If one would be ignored; names it and says what to do.
+    """
+    length = len(loss_mask)
+    given = {name: np.asarray(row[name]) for name in TOKEN_COLUMNS if row.get(name) is not None}
+    is_packed = {
+        "position_ids": lambda value: not np.array_equal(value[:length], np.arange(length)),
+        "seq_lengths": lambda value: value.size > 1,
+    }
+    for name, value in given.items():
+        if name in is_packed:
+            if value.ndim != 1 or is_packed[name](value):
+                raise DataError(
+                    f"row {row_index}: {name} says that this row was packed before or begins elsewhere than at position "
+                    f"0, but it would be learned as one example; give each example as a row of its own, without {name}"
+                )
+        elif value.shape[:1] < (length,) or not value[1:length][loss_mask[1:] == 1].all():
+            raise DataError(
+                f"row {row_index}: {name} leaves out tokens that labels or loss_mask ask to be learned; keep the one "
+                "that is meant, as loss_mask"
+            )
 
 
 def check_role(role: str, where: str) -> None:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from hf_megapack.data.beside import COLUMNS as COLUMNS_BESIDE
+from hf_megapack.data.beside import TOKEN_COLUMNS
 from hf_megapack.data.encoding import TextEncoder
 from hf_megapack.data.formats import (
     FORMATS,
@@ -44,7 +45,7 @@ COLUMNS = {
 }
 
 # Bump when the same row would give other tokens, another mask or an error, so that cached maps are not reused.
-_TRANSFORM_VERSION = 5
+_TRANSFORM_VERSION = 6
 _CHARACTERS_PER_CALL = 2_000_000
 # Templates with variables of their own that are kept; rows usually have a few settings, such as thinking or not.
 _MOST_TEMPLATES = 64
@@ -181,7 +182,7 @@ class ChatTransform:
             DataError: If a row cannot be learned as it stands; names row and turn.
         """
         format_name = recognise_format(batch.keys())
-        names = [name for group in (*FORMATS[format_name], COLUMNS_BESIDE) for name in group if name in batch]
+        names = [name for group in (*FORMATS[format_name], COLUMNS_BESIDE, TOKEN_COLUMNS) for name in group if name in batch]
         columns = [batch[name] for name in names]
         rows = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
         examples = list(self.tokenize(rows, indices, format_name=format_name))

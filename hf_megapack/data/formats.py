@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from hf_megapack.batch import IGNORE_LABEL
-from hf_megapack.data.beside import check_columns, check_role, drop_nulls, read_template_kwargs
+from hf_megapack.data.beside import (
+    TRL_MASKS,
+    check_columns,
+    check_role,
+    check_token_columns,
+    drop_nulls,
+    read_template_kwargs,
+)
 from hf_megapack.errors import DataError
 
 # Format -> (columns that define it, columns that may accompany it).
@@ -25,9 +32,6 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokens with labels": (("input_ids", "labels"), ("attention_mask", "conversation_id", "turn")),
     "tokens with a loss mask": (("input_ids", "loss_mask"), ("attention_mask", "conversation_id", "turn")),
 }
-
-# What TRL calls a loss mask.
-_TRL_MASKS = ("completion_mask", "assistant_masks")
 
 _LARGEST_ID = np.iinfo(np.int32).max
 
@@ -106,7 +110,7 @@ def recognise_format(columns: Iterable[str]) -> str:
         return found[0]
     known = "; ".join(f"{name}: {' + '.join(required)}" for name, (required, _) in FORMATS.items())
     problem = "fit no known format" if not found else f"fit several formats ({', '.join(found)}); keep one of them"
-    if not found and "input_ids" in present and (masks := [name for name in _TRL_MASKS if name in present]):
+    if not found and "input_ids" in present and (masks := [name for name in TRL_MASKS if name in present]):
         problem += f"; rename {' or '.join(masks)} to loss_mask"
     raise DataError(f"columns {sorted(present)} {problem}. Formats: {known}")
 
@@ -257,13 +261,16 @@ def _pop_training_flag(message: dict[str, Any], is_assistant: bool, where: str) 
 
 def _read_tools(tools: Any, row_index: int) -> list[dict[str, Any]] | None:
     """Return tool schemas from a list of dicts, a list of JSON strings or one JSON string; None when there are none."""
-    if isinstance(tools, str):
+    is_text = isinstance(tools, str)
+    if is_text:
         tools = _parse_json(tools, row_index) if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list):
         raise DataError(f"row {row_index}: tools must be a list of JSON schemas, got {_brief(tools)}")
-    schemas = [_parse_json(tool, row_index) if isinstance(tool, str) else drop_nulls(tool) for tool in tools]
+    # Nulls of JSON text are the tools' own: no columnar store has touched it.
+    schemas = tools if is_text else map(drop_nulls, tools)
+    schemas = [_parse_json(tool, row_index) if isinstance(tool, str) else tool for tool in schemas]
     for schema in schemas:
         if not isinstance(schema, dict) or not isinstance(schema.get("function", schema), dict):
             raise DataError(f"row {row_index}: a tool must be a JSON schema (a dict), got {_brief(schema)}")
@@ -353,9 +360,11 @@ def _read_tokens(row: Mapping[str, Any], row_index: int) -> ReadyTokens:
             raise DataError(f"row {row_index}: loss_mask may hold only 0 and 1")
     if is_target[length:].any():
         raise DataError(f"row {row_index}: {column} asks for padding to be learned, after index {length}")
+    loss_mask = is_target[:length].astype(np.uint8)
+    check_token_columns(row, loss_mask, row_index)
     return ReadyTokens(
         input_ids=ids[:length].astype(np.int32),
-        loss_mask=is_target[:length].astype(np.uint8),
+        loss_mask=loss_mask,
         conversation_id=_optional_int(row, "conversation_id", row_index, default=row_index),
         turn=_optional_int(row, "turn", row_index, default=-1),
     )

@@ -1,9 +1,12 @@
 """The forms that rows of a dataset may have, and what is said of rows and datasets that have none of them."""
 
+import json
+
 import numpy as np
 import pytest
 from datasets import IterableDataset
 
+from hf_megapack.data.chat import ChatTransform
 from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.errors import ConfigError, DataError
 from tests.helpers.assets import load_conversations, load_tokenizer
@@ -73,6 +76,11 @@ def test_ready_tokens_lose_padding_and_the_target_at_index_0():
         ({"input_ids": [5, 6], "loss_mask": [0, 1], "attention_mask": [1, 0]}, "padding to be learned"),
         ({"input_ids": [5, 6], "loss_mask": [1]}, "differ in length"),
         ({"input_ids": [], "loss_mask": []}, "one or more token ids"),
+        ({"input_ids": [5, 6], "labels": [-100, 6], "position_ids": [0, 0]}, "row 0: position_ids says .* packed bef"),
+        ({"input_ids": [5, 6], "labels": [-100, 6], "position_ids": [7, 8]}, "position_ids says .* begins elsewhere"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 1], "seq_lengths": [1, 1]}, "row of its own, without seq_lengths"),
+        ({"input_ids": [5, 6], "labels": [5, 6], "completion_mask": [1, 0]}, "row 0: completion_mask leaves out toke"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 1], "assistant_masks": [0]}, "row 0: assistant_masks leaves out toke"),
         ({"input_ids": [0.5, 1.0], "loss_mask": [0, 1]}, "flat list of integers"),
         ({"messages": []}, "row 0: messages must be a non-empty list"),
         ({"messages": ["hi"]}, "row 0, turn 0: a message must be a dict"),
@@ -130,6 +138,26 @@ def test_wrong_columns_show_what_was_found_and_what_is_known(columns):
 def test_tokens_with_a_mask_of_trl_are_told_its_name_here(mask):
     with pytest.raises(DataError, match=rf"fit no known format; rename {mask} to loss_mask\. Formats: "):
         tokenize([{"input_ids": [5, 6], mask: [0, 1]}])
+
+
+def test_columns_beside_tokens_that_say_the_same_pass():
+    row = {"input_ids": [5, 6, 7, 0], "labels": [5, -100, 7, -100], "attention_mask": [1, 1, 1, 0]}
+    beside = {"position_ids": [0, 1, 2, 1], "seq_lengths": [4], "completion_mask": [0, 1, 1, 1], "assistant_masks": None}
+    [plain], [same] = (tokenize([each]) for each in (row, {**row, **beside}))
+    assert same["loss_mask"].tolist() == plain["loss_mask"].tolist() == [0, 0, 1]
+    with pytest.raises(DataError, match="row 3: position_ids"):
+        ChatTransform(load_tokenizer())({**{k: [v] for k, v in row.items()}, "position_ids": [[0, 1, 0, 1]]}, [3])
+
+
+def test_nulls_of_json_text_are_the_tools_own():
+    """A default of null is no filler where no columnar store has touched the tools."""
+    tool = {"name": "f", "parameters": {"properties": {"unit": {"default": None}}}}
+    tokenizer = load_tokenizer()
+    for tools in (json.dumps([tool]), [json.dumps(tool)]):
+        [example] = tokenize([{"messages": [user("a"), assistant("b")], "tools": tools}], tokenizer)
+        assert '"unit": {"default": null}' in tokenizer.decode(example["input_ids"])
+    [example] = tokenize([{"messages": [user("a"), assistant("b")], "tools": [tool]}], tokenizer)
+    assert '"unit": {}' in tokenizer.decode(example["input_ids"])
 
 
 def test_a_label_that_is_no_preference_is_a_column_like_any_other():
