@@ -182,7 +182,9 @@ class ChatTransform:
             DataError: If a row cannot be learned as it stands; names row and turn.
         """
         format_name = recognise_format(batch.keys())
-        names = [name for group in (*FORMATS[format_name], COLUMNS_BESIDE, TOKEN_COLUMNS) for name in group if name in batch]
+        names = [
+            name for group in (*FORMATS[format_name], COLUMNS_BESIDE, TOKEN_COLUMNS) for name in group if name in batch
+        ]
         columns = [batch[name] for name in names]
         rows = (dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True))
         examples = list(self.tokenize(rows, indices, format_name=format_name))

@@ -16,6 +16,8 @@ from hf_megapack.data.refusals import set_template
 from hf_megapack.errors import DataError
 
 _MARK = "Zq7x"
+# Longer texts do not turn up by chance in what else a template writes.
+_MOST_CHANCE_CHARACTERS = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,7 @@ class CompletenessCheck:
         text: The render.
         spans: Character spans of the assistant turns that are learned.
         row: Row for error messages.
+        habits: What the template writes around a conversation of other words.
     """
 
     render: Callable[[Conversation], str]
@@ -47,6 +50,7 @@ class CompletenessCheck:
     text: str
     spans: Mapping[int, Sequence[tuple[int, int]]]
     row: int
+    habits: str = ""
 
     def run(self, *, first: int) -> None:
         """Check the tools, each turn's text, tool calls and keys that hold such, and the reasoning of learned turns.
@@ -62,8 +66,12 @@ class CompletenessCheck:
             self._refuse_if_unused(replace(self.conversation, tools=None), None, "every one of the given tools")
         suspects = []
         said = "\n".join(message["content"] for message in self.conversation.messages)
+        is_short = any(
+            len(message["content"]) <= _MOST_CHANCE_CHARACTERS for message in self.conversation.messages[first:]
+        )
+        beside = self._beside() if is_short else ""
         for turn, message in enumerate(self.conversation.messages[first:], first):
-            if self._is_hidden(message, said):
+            if self._is_hidden(message, said, beside):
                 suspects.append(_Suspect(turn=turn, what="the text of this turn", change=_change_content))
             suspects += self._suspect_reasoning(turn, message)
             suspects += self._suspect_keys(turn, message)
@@ -72,12 +80,22 @@ class CompletenessCheck:
         if suspects:
             self._judge(suspects)
 
-    def _is_hidden(self, message: dict[str, Any], said: str) -> bool:
-        """Tell whether a turn's text is not in the render as often as it was said, in other turns' text included."""
+    def _beside(self) -> str:
+        """Return what the render may hold beside the texts of the turns."""
+        keys = [{**message, "content": ""} for message in self.conversation.messages]
+        given = [part for part in (self.conversation.tools, *keys) if part]
+        return "\n".join([self.habits, *map(str, given)])
+
+    def _is_hidden(self, message: dict[str, Any], said: str, beside: str) -> bool:
+        """Tell whether a turn's text is not in the render as often as it was said, in other turns' text included.
+
+        A short text that may stand there for another reason, such as in a header, counts as hidden.
+        """
         content = message["content"].strip()
         if not content:
             return message["role"] != "assistant"
-        return self.text.count(content) < said.count(content)
+        is_by_chance = len(content) <= _MOST_CHANCE_CHARACTERS and content in beside
+        return is_by_chance or self.text.count(content) < said.count(content)
 
     def _suspect_reasoning(self, turn: int, message: dict[str, Any]) -> list[_Suspect]:
         if turn not in self.spans:

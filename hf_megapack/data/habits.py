@@ -27,6 +27,14 @@ class TemplateHabits:
         self._renderer = renderer
 
     @cached_property
+    def text(self) -> str:
+        """The render of the made-up conversation; empty if the template wants other ones."""
+        try:
+            return self._renderer.render(PROBE, 0)
+        except DataError:
+            return ""
+
+    @cached_property
     def headers(self) -> list[str]:
         """What the generation prompt adds to a conversation, for each way to ask for it; without those not found."""
         headers = []
@@ -62,9 +70,5 @@ class TemplateHabits:
     @cached_property
     def writes_behind_last_turn(self) -> bool:
         """Whether the template ends a conversation with text that belongs to no turn."""
-        try:
-            text = self._renderer.render(PROBE, 0)
-        except DataError:
-            return False
-        region = self._renderer.regions(PROBE, 0, text).get(3)
-        return region is not None and region[1] < len(text)
+        region = self._renderer.regions(PROBE, 0, self.text).get(3) if self.text else None
+        return region is not None and region[1] < len(self.text)

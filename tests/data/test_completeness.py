@@ -94,6 +94,32 @@ def test_a_dropped_turn_is_noticed_though_other_turns_hold_its_text_or_it_is_not
         tokenize([{"messages": messages}], tokenizer, assistant_mask=mask)
 
 
+CALLED = call({"seats": 2})
+
+
+@pytest.mark.parametrize("mask", ["all", "last", "each"])
+@pytest.mark.parametrize(
+    ("text", "template"),
+    [
+        ("s", WITHOUT_TOOLS),
+        ("user", WITHOUT_TOOLS),
+        ("assistant", WITHOUT_TOOLS),
+        ("2", "{{ tools }}" + WITHOUT_TOOLS.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")),
+        ("Find", "{{ tools }}" + WITHOUT_TOOLS.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")),
+    ],
+)
+def test_a_dropped_turn_is_noticed_though_a_header_a_tool_or_a_call_holds_its_text(text, template, mask):
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = template
+    asks = {**CALLED, "content": "I look."} if "tools" in template else assistant("I look.")
+    messages = [user("Go on?"), asks, {"role": "tool", "content": text}, assistant("Yes.")]
+    tools = TOOLS if "tools" in template else None
+    with pytest.raises(DataError, match="row 0, turn 2 .tool.: .* leaves out the text of this turn"):
+        tokenize([{"messages": messages, "tools": tools}], tokenizer, assistant_mask=mask)
+    messages[2] = user(text)
+    assert tokenize([{"messages": messages, "tools": tools}], tokenizer, assistant_mask=mask)
+
+
 def test_system_text_that_a_template_drops_is_refused():
     """Mistral's template writes the system text only when the last message is the user's."""
     with pytest.raises(DataError, match="row 0"):

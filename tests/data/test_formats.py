@@ -142,7 +142,12 @@ def test_tokens_with_a_mask_of_trl_are_told_its_name_here(mask):
 
 def test_columns_beside_tokens_that_say_the_same_pass():
     row = {"input_ids": [5, 6, 7, 0], "labels": [5, -100, 7, -100], "attention_mask": [1, 1, 1, 0]}
-    beside = {"position_ids": [0, 1, 2, 1], "seq_lengths": [4], "completion_mask": [0, 1, 1, 1], "assistant_masks": None}
+    beside = {
+        "position_ids": [0, 1, 2, 1],
+        "seq_lengths": [4],
+        "completion_mask": [0, 1, 1, 1],
+        "assistant_masks": None,
+    }
     [plain], [same] = (tokenize([each]) for each in (row, {**row, **beside}))
     assert same["loss_mask"].tolist() == plain["loss_mask"].tolist() == [0, 0, 1]
     with pytest.raises(DataError, match="row 3: position_ids"):
