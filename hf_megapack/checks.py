@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Trainer
 
 from hf_megapack.arguments import TRAINER_ARGUMENTS, UNCALLED_METHODS
 from hf_megapack.config import MegaPackConfig, refuse_trl_names
+from hf_megapack.data.chat import COLUMNS
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.data.lengths import ExampleLimit, longest_example
 from hf_megapack.data.sampler import UpdateSampler
-from hf_megapack.data.stream import UpdateStream
+from hf_megapack.data.stream import ExampleStream, UpdateStream
 from hf_megapack.errors import ConfigError
 from hf_megapack.guard import check_optimizer_class, check_scheduler
 from hf_megapack.meter import EVALUATED
@@ -152,7 +154,7 @@ def _check_fp8(recipe: str) -> None:
 
 
 def check_is_given(dataset: Any, name: str, user: str) -> None:
-    """Check that a dataset was given.
+    """Check that a dataset was given when the trainer was built, which renders and checks it.
 
     Args:
         dataset: The dataset, None if it was not.
@@ -164,6 +166,12 @@ def check_is_given(dataset: Any, name: str, user: str) -> None:
     """
     if dataset is None:
         raise ConfigError(f"{user} needs {name}: this trainer was built without one. Give it one as {name}.")
+    is_prepared = isinstance(dataset, Dataset) and set(dataset.column_names) == set(COLUMNS)
+    if not is_prepared and not isinstance(dataset, range | ExampleStream):
+        raise ConfigError(
+            f"trainer.{name} is a {type(dataset).__name__} that was set after the trainer was built, so its rows were "
+            f"not rendered. Give it to a new trainer as {name}; evaluate(dataset) takes any."
+        )
 
 
 def check_loader(loader: Any, method: str) -> None:

@@ -31,6 +31,7 @@ from hf_megapack.errors import ConfigError, NonFiniteResultError
 from hf_megapack.loading import build_collator, build_loader, describe_sharing, next_batch, prepare_on_rank_zero
 from hf_megapack.meter import TokenTally, UpdateMeter, count_slots, token_counts
 from hf_megapack.ranks import on_rank_zero, share_flags
+from hf_megapack.settled import check_settled, settled_values
 from hf_megapack.weights.export import check_holds_targets, read_peft_adapter
 
 logger = logging.get_logger(__name__)
@@ -103,6 +104,7 @@ class MegaPackTrainer(Trainer):
         checks.check_evaluation(type(self), args, eval_dataset)
         given = (data_collator, optimizers, optimizer_cls_and_kwargs)
         checks.check_collator_and_optimizer(*given, weight_decay=args.weight_decay)
+        self._settled = settled_values(args)
         base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
         agreement.check_arguments(args, self.peft_config)
         processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
@@ -145,6 +147,7 @@ class MegaPackTrainer(Trainer):
         """Train, from the start or from a checkpoint; after an error it can be called again."""
         if trial is not None:
             raise ConfigError("Hyperparameter search is not supported; build one trainer per trial.")
+        check_settled(checks.check_args(self.args), self._settled)
         agreement.check_checkpoint(resume_from_checkpoint, self.args)
         saving.prepare_output_folder(self.args)
         self._meter, self._sharing_told, self._adapters_checked = UpdateMeter(), False, False
@@ -193,6 +196,7 @@ class MegaPackTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         """Return a loader that yields one PackedBatch per eval_batch_size examples and data-parallel rank."""
+        check_settled(self.args, self._settled)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = checks.find_eval_dataset(self.eval_dataset, dataset)

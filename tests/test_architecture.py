@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "inspect": {"config", "data", "loading", "packing", "picture"},
     "saving": {"config", "ranks", "weights"},
     "resuming": {"data", "streaming"},
+    "settled": {"config"},
     "agreement": {"arguments", "config", "ranks"},
     "checks": {"arguments", "config", "data", "guard", "meter", "optimizer", "weights"},
     "trainer": {
@@ -51,6 +52,7 @@ MAY_IMPORT = {
         "ranks",
         "resuming",
         "saving",
+        "settled",
         "streaming",
         "weights",
     },

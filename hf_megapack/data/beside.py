@@ -142,8 +142,9 @@ def check_token_columns(row: Mapping[str, Any], loss_mask: np.ndarray, row_index
         if name in is_packed:
             if value.ndim != 1 or is_packed[name](value):
                 raise DataError(
-                    f"row {row_index}: {name} says that this row was packed before or begins elsewhere than at position "
-                    f"0, but it would be learned as one example; give each example as a row of its own, without {name}"
+                    f"row {row_index}: {name} says that this row was packed before or begins elsewhere than at "
+                    "position 0, but it would be learned as one example; give each example as a row of its own, "
+                    f"without {name}"
                 )
         elif value.shape[:1] < (length,) or not value[1:length][loss_mask[1:] == 1].all():
             raise DataError(

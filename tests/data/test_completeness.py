@@ -114,7 +114,7 @@ def test_a_dropped_turn_is_noticed_though_a_header_a_tool_or_a_call_holds_its_te
     asks = {**CALLED, "content": "I look."} if "tools" in template else assistant("I look.")
     messages = [user("Go on?"), asks, {"role": "tool", "content": text}, assistant("Yes.")]
     tools = TOOLS if "tools" in template else None
-    with pytest.raises(DataError, match="row 0, turn 2 .tool.: .* leaves out the text of this turn"):
+    with pytest.raises(DataError, match=r"row 0, turn 2 .tool.: .* leaves out the text of this turn"):
         tokenize([{"messages": messages, "tools": tools}], tokenizer, assistant_mask=mask)
     messages[2] = user(text)
     assert tokenize([{"messages": messages, "tools": tools}], tokenizer, assistant_mask=mask)
