@@ -303,27 +303,31 @@ class ChatTransform:
         encoded = self._encoder.encode(texts, add_special_tokens=not drafts[0].is_chat)
         for draft, (ids, offsets) in zip(drafts, encoded, strict=True):
             where = f"row {draft.row}" if draft.turn < 0 else f"row {draft.row}, turn {draft.turn}"
-            extents = token_extents(offsets)
-            if edges := split_edges(draft.text, extents, draft.spans):
-                ids, offsets = self._encode_pieces(draft, edges, where)
-                extents = token_extents(offsets)
-            mask = mask_tokens(draft.text, extents, draft.spans)
+            ids, offsets = self._take_apart(draft, ids, offsets, where)
+            mask = mask_tokens(draft.text, token_extents(offsets), draft.spans)
             if not draft.is_chat:
                 ids, mask = self._end_text(ids, mask)
             if draft.has_other_turns and mask.all():
                 raise DataError(f"{where}: every token would be learned although there are other turns; check the tags")
             yield self._finish(ids, mask, draft.row, draft.turn, where)
 
-    def _encode_pieces(self, draft: _Draft, edges: Sequence[int], where: str) -> tuple[np.ndarray, np.ndarray]:
+    def _take_apart(
+        self, draft: _Draft, ids: np.ndarray, offsets: np.ndarray, where: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize what is learned apart from the rest, where one token would hold text of both."""
-        pieces = self._encoder.encode_pieces(draft.text, edges, add_special_tokens=not draft.is_chat)
-        if pieces is None:
-            at = edges[0]
-            raise DataError(
-                f"{where}: a token of {self._name} holds both text to learn and other text, around "
-                f"{draft.text[max(at - 20, 0) : at + 20]!r}; put a control token between them in the template"
-            )
-        return pieces
+        extents = token_extents(offsets)
+        for is_strict in (True, False):
+            edges = split_edges(draft.text, extents, draft.spans, is_strict=is_strict)
+            if not edges:
+                return ids, offsets
+            pieces = self._encoder.encode_pieces(draft.text, edges, add_special_tokens=not draft.is_chat)
+            if pieces is not None:
+                return pieces
+        at = edges[0]
+        raise DataError(
+            f"{where}: a token of {self._name} holds both text to learn and other text, around "
+            f"{draft.text[max(at - 20, 0) : at + 20]!r}; put a control token between them in the template"
+        )
 
     def _end_text(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Make plain text end with a learned end-of-text token."""

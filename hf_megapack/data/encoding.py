@@ -84,7 +84,11 @@ class TextEncoder:
         for start, end in pairwise(bounds):
             piece = self.backend.encode(text[start:end], add_special_tokens=add_special_tokens and start == 0)
             ids, offsets = _as_arrays(piece)
-            parts.append((ids, offsets + start))
+            offsets += start
+            if start:
+                # Some offsets leave out whitespace, and its token would seem to end where the piece begins.
+                offsets[:, 1] = np.maximum(offsets[:, 1], start + 1)
+            parts.append((ids, offsets))
         ids, offsets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         whole = self.backend.encode(text, add_special_tokens=add_special_tokens)
         decoded = [self.backend.decode(list(each), skip_special_tokens=False) for each in (ids, whole.ids)]

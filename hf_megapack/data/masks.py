@@ -62,29 +62,34 @@ def mask_tokens(text: str, extents: Extents, spans: Sequence[Span]) -> np.ndarra
     return mask
 
 
-def split_edges(text: str, extents: Extents, spans: Sequence[Span]) -> list[int]:
-    """Return the edges of spans that lie inside a token whose part outside the span is more than whitespace.
+def split_edges(text: str, extents: Extents, spans: Sequence[Span], *, is_strict: bool) -> list[int]:
+    """Return the edges of spans that lie inside a token, where text outside the span must not be learned.
 
     Such a token cannot be learned in part: the text must be tokenized in two pieces there, as it is when the model
-    answers a prompt.
+    answers a prompt. Whitespace at the end of a prompt is part of it too, but not every tokenizer can write the answer
+    behind it as a piece of its own.
 
     Args:
         text: What was tokenized.
         extents: Extents of its tokens.
         spans: Spans, disjoint.
+        is_strict: Whether whitespace before a span is text like any other; whitespace behind one never is.
 
     Returns:
         Positions in the text, ascending.
 
     Example:
-        >>> split_edges("ab>cd", token_extents(np.array([[0, 2], [2, 5]])), [(3, 5)])
+        >>> split_edges("ab>cd", token_extents(np.array([[0, 2], [2, 5]])), [(3, 5)], is_strict=False)
         [3]
+        >>> extents = token_extents(np.array([[0, 2], [2, 5]]))
+        >>> [split_edges("ab cd", extents, [(3, 5)], is_strict=is_strict) for is_strict in (True, False)]
+        [[3], []]
     """
     starts, ends = extents
     edges = set()
     for begin, end in spans:
         first = int(ends.searchsorted(begin, "right"))
-        if first < len(starts) and starts[first] < begin and text[starts[first] : begin].strip():
+        if first < len(starts) and starts[first] < begin and (is_strict or text[starts[first] : begin].strip()):
             edges.add(begin)
         last = int(starts.searchsorted(end, "left")) - 1
         if last >= 0 and ends[last] > end and text[end : ends[last]].strip():

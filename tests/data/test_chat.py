@@ -52,14 +52,6 @@ def expected_text(template, message):
     }[template]
 
 
-def without_header_newline(template, texts, messages):
-    """Return learned texts less the header's newline where one token holds it and the first newline of the answer."""
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    assert len(texts) == len(answers)
-    is_straddled = [template == "smollm2" and answer.startswith("\n") for answer in answers]
-    return [text[1:] if straddled else text for text, straddled in zip(texts, is_straddled, strict=True)]
-
-
 FREE_SHAPES = {
     "empty turn": [user("Hi"), assistant(""), user("And?"), assistant("Bye.")],
     "assistant turns in a row": [user("Hi"), assistant("One."), assistant("Two."), user("And?"), assistant("Three.")],
@@ -78,7 +70,7 @@ def test_all_learns_exactly_the_assistant_turns(template, shape):
     tokenizer = load_tokenizer(template)
     [example] = tokenize([{"messages": messages}], tokenizer)
     expected = [expected_text(template, message) for message in messages if message["role"] == "assistant"]
-    assert without_header_newline(template, learned_texts(example, tokenizer), messages) == expected
+    assert learned_texts(example, tokenizer) == expected
     assert tokenizer.decode(example["input_ids"]) == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
@@ -387,7 +379,7 @@ def test_any_conversation_learns_its_assistant_text_and_nothing_else(many, templ
     for example, messages in zip(examples, many, strict=True):
         texts = learned_texts({"input_ids": example.input_ids, "loss_mask": example.loss_mask}, TOKENIZER)
         expected = [expected_text(template, message) for message in messages if message["role"] == "assistant"]
-        assert without_header_newline(template, texts, messages) == expected
+        assert texts == expected
 
 
 TOKENIZER = load_tokenizer()

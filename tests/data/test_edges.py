@@ -1,0 +1,43 @@
+"""Where a prompt ends inside a token, the answer is tokenized as the model writes it behind that prompt."""
+
+import pytest
+from tokenizers import pre_tokenizers, processors
+
+from hf_megapack.data.chat import ChatTransform
+from tests.helpers.assets import load_tokenizer
+from tests.helpers.chats import assistant, learned_texts, user
+
+
+def learned(example, tokenizer):
+    """Return the decoded text of each run of learned tokens."""
+    return learned_texts({"input_ids": example.input_ids, "loss_mask": example.loss_mask}, tokenizer)
+
+
+@pytest.mark.parametrize("trims_offsets", [False, True])
+def test_a_space_at_the_end_of_the_prompt_stays_there(trims_offsets):
+    """The model meets the prompt's last token, a lone space, and has to go on behind it."""
+    tokenizer = load_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims_offsets)
+    text = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    text += "{% if add_generation_prompt %}assistant: {% endif %}"
+    row = {"messages": [user("Hi"), assistant("true")]}
+    pair = {"prompt": "user: Hi<|im_end|>assistant: ", "completion": "true"}
+    prompt = tokenizer(pair["prompt"], add_special_tokens=False)["input_ids"]
+    assert tokenizer(pair["prompt"] + "true", add_special_tokens=False)["input_ids"][: len(prompt)] != prompt
+    for mask in ("all", "each"):
+        transform = ChatTransform(tokenizer, assistant_mask=mask, chat_template=text)
+        for given, name in ((row, "messages"), (pair, "prompt/completion")):
+            [example] = transform.tokenize([given], [0], format_name=name)
+            assert example.input_ids[: len(prompt)].tolist() == prompt
+            assert example.loss_mask.tolist() == [0] * len(prompt) + [1] * (len(example.input_ids) - len(prompt))
+            assert learned(example, tokenizer) == ["true<|im_end|>"]
+
+
+def test_a_tokenizer_that_writes_no_answer_without_a_space_keeps_the_token_of_both():
+    """Its pieces are not the whole: what it writes behind a lone space is learned with the space."""
+    tokenizer = load_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    [example] = ChatTransform(tokenizer).tokenize(
+        [{"prompt": "x: ", "completion": "true"}], [0], format_name="prompt/completion"
+    )
+    assert learned(example, tokenizer) == [" true<|im_end|>"]
