@@ -79,18 +79,21 @@ class TextEncoder:
             Ids and offsets as `encode` yields them, or None if the tokenizer does not write the pieces as it writes the
             whole (some put a space before every text).
         """
-        bounds = [0, *cuts, len(text)]
-        parts = []
-        for start, end in pairwise(bounds):
-            piece = self.backend.encode(text[start:end], add_special_tokens=add_special_tokens and start == 0)
-            ids, offsets = _as_arrays(piece)
-            offsets += start
+        whole = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        ids, offsets = _as_arrays(whole)
+        # What the tokenizer puts around a text, it puts around the pieces together.
+        inside = np.flatnonzero(np.array(whole.special_tokens_mask) == 0)
+        first, stop = (inside[0], inside[-1] + 1) if len(inside) else (0, 0)
+        parts = [(ids[:first], offsets[:first])]
+        for start, end in pairwise([0, *cuts, len(text)]):
+            piece_ids, piece_offsets = _as_arrays(self.backend.encode(text[start:end], add_special_tokens=False))
+            piece_offsets += start
             if start:
                 # Some offsets leave out whitespace, and its token would seem to end where the piece begins.
-                offsets[:, 1] = np.maximum(offsets[:, 1], start + 1)
-            parts.append((ids, offsets))
+                piece_offsets[:, 1] = np.maximum(piece_offsets[:, 1], start + 1)
+            parts.append((piece_ids, piece_offsets))
+        parts.append((ids[stop:], offsets[stop:]))
         ids, offsets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        whole = self.backend.encode(text, add_special_tokens=add_special_tokens)
         decoded = [self.backend.decode(list(each), skip_special_tokens=False) for each in (ids, whole.ids)]
         return (ids, offsets) if decoded[0] == decoded[1] else None
 

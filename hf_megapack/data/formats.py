@@ -136,7 +136,9 @@ def read_row(format_name: str, row: Mapping[str, Any], row_index: int) -> Conver
     if format_name == "prompt/completion":
         return _read_prompt_completion(row, row_index)
     if format_name == "text":
-        return TextPair(prompt="", completion=_require_text(row["text"], "text", row_index))
+        text = _require_text(row["text"], "text", row_index)
+        check_columns(row, [text], row_index)
+        return TextPair(prompt="", completion=text)
     return _read_tokens(row, row_index)
 
 

@@ -8,6 +8,7 @@ from datasets import Dataset, IterableDataset
 
 from hf_megapack.data.beside import COLUMNS, MESSAGE_KEYS
 from hf_megapack.data.chat import ChatTransform
+from hf_megapack.data.formats import recognise_format
 from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.data.stream import ExampleStream
 from hf_megapack.errors import DataError
@@ -29,12 +30,7 @@ CHAT = [user("Hi"), assistant("Hello there."), user("And?"), assistant("Bye.")]
 def tokenize(rows, template="qwen2_5", mask="all", text=None):
     """Return the examples of rows, in one format."""
     transform = ChatTransform(load_tokenizer(template), assistant_mask=mask, chat_template=text)
-    [format_name] = {name for name in ("messages", "conversations") if name in rows[0]} or {"prompt/completion"}
-    return list(
-        transform.tokenize(
-            rows, range(len(rows)), format_name={"conversations": "ShareGPT"}.get(format_name, format_name)
-        )
-    )
+    return list(transform.tokenize(rows, range(len(rows)), format_name=recognise_format(rows[0])))
 
 
 def learned(example, tokenizer):
@@ -213,7 +209,7 @@ def test_columns_that_hold_what_no_message_does_are_refused(column):
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
     problem = f"row 0: the column {column} is not read and holds what no message does, .*remove the column"
     formats = [{"messages": CHAT}, {"conversations": turns}, {"prompt": CHAT[:1], "completion": CHAT[1:2]}]
-    for texts in (*formats, {"prompt": "a", "completion": "b"}):
+    for texts in (*formats, {"prompt": "a", "completion": "b"}, {"text": "Once upon a time"}):
         with pytest.raises(DataError, match=problem):
             tokenize([{**texts, column: value}])
         for nothing in (None, "", " \n", [], [None], [["", ""]], 0, False):

@@ -33,6 +33,20 @@ def test_a_space_at_the_end_of_the_prompt_stays_there(trims_offsets):
             assert learned(example, tokenizer) == ["true<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", ["<|im_start|> $A", "$A <|im_end|>", "<|im_start|> $A <|im_end|>"])
+@pytest.mark.parametrize(("prompt", "completion"), [("x=", "true"), ("x: ", "true"), ("hel", "lo")])
+def test_what_a_tokenizer_puts_around_a_text_stays_around_its_pieces(template, prompt, completion):
+    tokenizer = load_tokenizer()
+    ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|im_end|>")]
+    row = {"prompt": prompt, "completion": completion}
+    [plain] = ChatTransform(tokenizer).tokenize([row], [0], format_name="prompt/completion")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
+    [example] = ChatTransform(tokenizer).tokenize([row], [0], format_name="prompt/completion")
+    begins = [ends[0][1]] if template.startswith("<") else []
+    assert example.input_ids.tolist() == [*begins, *plain.input_ids.tolist()]
+    assert learned(example, tokenizer) == learned(plain, tokenizer) == [f"{completion}<|im_end|>"]
+
+
 def test_a_tokenizer_that_writes_no_answer_without_a_space_keeps_the_token_of_both():
     """Its pieces are not the whole: what it writes behind a lone space is learned with the space."""
     tokenizer = load_tokenizer()
