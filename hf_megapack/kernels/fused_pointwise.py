@@ -87,7 +87,7 @@ def _rms_norm_forward(hidden, weight, output, eps, num_channels: tl.constexpr, b
 @triton.jit
 def _rms_norm_backward(  # noqa: PLR0913 (a kernel's arguments)
     hidden, weight, grad, grad_residual, grad_hidden, eps,
-    num_channels: tl.constexpr, block: tl.constexpr, has_residual: tl.constexpr,
+    num_channels: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * num_channels
     channel = tl.arange(0, block)
@@ -98,8 +98,7 @@ def _rms_norm_backward(  # noqa: PLR0913 (a kernel's arguments)
     weighted = tl.load(grad + row + channel, mask=inside, other=0.0).to(tl.float32)
     weighted *= tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     result = (weighted - value * (tl.sum(weighted * value, axis=0) / num_channels)) * scale
-    if has_residual:
-        result += tl.load(grad_residual + row + channel, mask=inside, other=0.0).to(tl.float32)
+    result += tl.load(grad_residual + row + channel, mask=inside, other=0.0).to(tl.float32)
     tl.store(grad_hidden + row + channel, result.to(grad_hidden.dtype.element_ty), mask=inside)
 
 
@@ -116,7 +115,6 @@ class FusedNormAndResidual(torch.autograd.Function):
         hidden = hidden.contiguous()
         ctx.save_for_backward(hidden, weight)
         ctx.eps = eps
-        ctx.set_materialize_grads(False)
         output, num_channels = torch.empty_like(hidden), hidden.shape[-1]
         if hidden.numel():
             _rms_norm_forward[(hidden.numel() // num_channels,)](
@@ -127,16 +125,11 @@ class FusedNormAndResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, grad_residual):  # noqa: D102
-        if grad is None:
-            return grad_residual, None, None
         hidden, weight = ctx.saved_tensors
         grad_hidden, num_channels = torch.empty_like(hidden), hidden.shape[-1]
         if hidden.numel():
-            # Where nobody read the stream on, the stand-in is never read.
             _rms_norm_backward[(hidden.numel() // num_channels,)](
-                hidden, weight, grad.contiguous(), hidden if grad_residual is None else grad_residual.contiguous(),
-                grad_hidden, ctx.eps,
-                has_residual=grad_residual is not None,
+                hidden, weight, grad.contiguous(), grad_residual.contiguous(), grad_hidden, ctx.eps,
                 **_norm_sizes(num_channels),
             )  # fmt: skip
         return grad_hidden, None, None

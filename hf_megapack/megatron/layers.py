@@ -55,13 +55,15 @@ class LayerNorm(FrozenRMSNorm):
         Returns:
             The result and the stream, or the result alone where Megatron-Core's layer takes no more.
         """
-        output, residual = norm_and_residual(hidden, self.weight, self.eps)
+        output, residual = self._outputs(hidden)
         if self.is_recomputed:
-            output = keep_origin(output, Origin(self._normalise, hidden))
-        return (output, residual) if _NORMS_RETURN_RESIDUAL else output
+            output = keep_origin(output, Origin(lambda kept: self._outputs(kept)[0], hidden))
+        return output if residual is None else (output, residual)
 
-    def _normalise(self, hidden: torch.Tensor) -> torch.Tensor:
-        return norm_and_residual(hidden, self.weight, self.eps)[0]
+    def _outputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if _NORMS_RETURN_RESIDUAL:
+            return norm_and_residual(hidden, self.weight, self.eps)
+        return super().forward(hidden), None
 
 
 class TreeSelfAttention(SelfAttention):
