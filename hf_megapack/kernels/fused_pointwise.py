@@ -115,7 +115,8 @@ class FusedNormAndResidual(torch.autograd.Function):
         hidden = hidden.contiguous()
         ctx.save_for_backward(hidden, weight)
         ctx.eps = eps
-        output, num_channels = torch.empty_like(hidden), hidden.shape[-1]
+        # A parameter's size: torch.compile takes a tensor's for one that may change.
+        output, num_channels = torch.empty_like(hidden), weight.shape[0]
         if hidden.numel():
             _rms_norm_forward[(hidden.numel() // num_channels,)](
                 hidden, weight, output, eps,
@@ -126,7 +127,7 @@ class FusedNormAndResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_residual):  # noqa: D102
         hidden, weight = ctx.saved_tensors
-        grad_hidden, num_channels = torch.empty_like(hidden), hidden.shape[-1]
+        grad_hidden, num_channels = torch.empty_like(hidden), weight.shape[0]
         if hidden.numel():
             _rms_norm_backward[(hidden.numel() // num_channels,)](
                 hidden, weight, grad.contiguous(), grad_residual.contiguous(), grad_hidden, ctx.eps,
@@ -159,7 +160,7 @@ def _store_parts(pointer, inside, dim, half: tl.constexpr, head_dim: tl.constexp
         tl.store(pointer + 2 * half + dim[None, :], rest.to(dtype), mask=stays)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit
 def _split_heads(  # noqa: PLR0913 (a kernel's arguments)
     mixed, query, key, value, grad_mixed,
     rotation, query_weight, key_weight, key_slots,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_megapack.data.collator import PrefixTreeCollator
+from hf_megapack.kernels.pointwise import HeadNorm
 from hf_megapack.megatron.backend import MegatronBackend
 from hf_megapack.megatron.lora_products import FrozenLinearWithUpdate, LowRankProduct, StackedFactors
 from tests.helpers.backend_args import backend_args
@@ -34,6 +35,42 @@ def test_compiled_products_keep_their_gradients(is_joined):
     for ours, eager in zip(*reversed(results), strict=True):
         assert eager.any()
         torch.testing.assert_close(ours, eager)
+
+
+class PointwiseParts(torch.nn.Module):
+    """What a layer does between its products on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.ones(size) for size in (64, 16, 16)).requires_grad_(False)
+
+    def forward(self, hidden, gate_up, mixed, rotation):  # noqa: D102
+        from hf_megapack.kernels import fused_pointwise as fused
+
+        weight, *norms = self.weights
+        return (
+            *fused.FusedNormAndResidual.apply(hidden, weight, 1e-5),
+            fused.FusedSwiglu.apply(gate_up),
+            *fused.FusedSplitHeads.apply(mixed, rotation, HeadNorm(*norms, 1e-5), 1, 16),
+        )
+
+
+def test_triton_kernels_can_be_traced_for_rows_of_any_length(monkeypatch):
+    """With sizes of blocks and warps that do not depend on a row's: these are no numbers while layers are traced."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda *_: True)
+    inputs = [torch.randn(5, 1, 64), torch.randn(5, 1, 8), torch.randn(5, 64)]
+    graphs = []
+
+    def keep(graph, _inputs):
+        graphs.append(graph)
+        raise NotImplementedError("no GPU to run it")
+
+    compiled = torch.compile(PointwiseParts(), backend=keep, dynamic=True, fullgraph=True)
+    with pytest.raises(Exception, match="no GPU to run it"):
+        compiled(*(tensor.requires_grad_() for tensor in inputs), torch.randn(2, 5, 1, 8))
+    nodes = [node for part in graphs[0].modules() for node in part.graph.nodes]
+    assert sum("triton_kernel_wrapper" in str(node.target) for node in nodes) == 6
 
 
 @pytest.mark.slow
