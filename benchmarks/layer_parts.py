@@ -10,6 +10,7 @@ their reads and writes take at the memory's nominal 4.8 TB/s. Medians of ten mea
 are queued as layers queue theirs.
 """
 
+import argparse
 import importlib.util
 import statistics
 import time
@@ -187,6 +188,7 @@ def time_pointwise() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     print(workload.describe_machine())
     time_lora()
     time_transformer_engine()

@@ -127,7 +127,7 @@ TRAINER_ARGUMENTS: dict[str, Verdict] = {
                 "logits of packed rows are not returned; evaluation reports loss, mean_token_accuracy and entropy"
             ),
             "quantization_config": "base weights are kept in bf16 or fp32",
-            "formatting_func": "give rows with messages, with prompt and completion, or with input_ids and labels",
+            "formatting_func": "map the dataset to one of the formats in docs/data.md before training, such as text",
         },
     ),
 }
@@ -156,8 +156,11 @@ TRL_NAMES: dict[str, str] = {
     "max_seq_length": "use max_length for one example and packed_sequence_length for one packed row",
     "truncation_mode": "use overlong='truncate_left' or overlong='truncate_right'",
     "assistant_only_loss": "use assistant_mask='all'",
-    "completion_only_loss": "prompt/completion rows learn the completion only; for messages use assistant_mask",
-    "dataset_text_field": "give rows with messages, with prompt and completion, or with input_ids and labels",
+    "completion_only_loss": (
+        "prompt/completion rows learn the completion only; for messages use assistant_mask, and to learn prompts too "
+        "give rows with text, or with input_ids and labels"
+    ),
+    "dataset_text_field": "text is read from the column text; rename yours with dataset.rename_column",
     "dataset_kwargs": "give rows that are ready, or render them with ChatTransform before training",
     "dataset_batch_size": "datasets are rendered in batches of the datasets library's own size",
     "shuffle_dataset": "use train_sampling_strategy='random' or 'sequential'",

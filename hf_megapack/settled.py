@@ -18,7 +18,7 @@ _READ_ANEW = {
     "logging_nan_inf_filter",
     "remove_unused_columns",
 }
-_INHERITED = {"torch_compile", "full_determinism", "use_cpu", "ddp_backend"}
+_INHERITED = {"torch_compile", "full_determinism", "use_cpu", "tf32", "ddp_backend"}
 SETTLED = frozenset(MegaPackConfig.__annotations__.keys() - _READ_ANEW | _INHERITED)
 
 

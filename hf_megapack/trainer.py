@@ -189,13 +189,13 @@ class MegaPackTrainer(Trainer):
             super()._run_epoch(model, epoch, train_dataloader, *args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader that yields one PackedBatch per update."""
+        """Return a loader of updates, each in one buffer: `batch.from_buffer(item.numpy())` gives its PackedBatch."""
         checks.check_is_given(self.train_dataset, "train_dataset", "train()")
         size = self.get_total_train_batch_size(self.args)
         return build_loader(self.train_dataset, self.data_collator, self.args, update_size=size, is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        """Return a loader that yields one PackedBatch per eval_batch_size examples and data-parallel rank."""
+        """Return a loader as for training; a batch has per_device_eval_batch_size examples per data-parallel rank."""
         check_settled(self.args, self._settled)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):

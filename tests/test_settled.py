@@ -44,6 +44,8 @@ def test_what_the_trainer_was_built_by_cannot_be_set_later(make, name, value):
     ("name", "value", "message"),
     [
         ("label_smoothing_factor", 0.1, "label_smoothing_factor=0.1 is not supported"),
+        ("learning_rate", "1e-4", "learning_rate='1e-4' is not allowed"),
+        ("packing", True, "packing is a TRL argument"),
         ("on_nonfinite", "ignore", "on_nonfinite='ignore'"),
         ("gradient_accumulation_steps", 0, "gradient_accumulation_steps=0"),
     ],
@@ -53,6 +55,16 @@ def test_what_the_config_refuses_is_refused_when_it_is_set_later(make, name, val
     setattr(trainer.args, name, value)
     with pytest.raises(ConfigError, match=message):
         trainer.train()
+
+
+def test_what_each_call_reads_again_may_change_between_two_calls(make):
+    trainer = make(rows=10)
+    trainer.train()
+    trainer.args.max_steps, trainer.args.per_device_train_batch_size = 3, 5
+    trainer.args.learning_rate, trainer.args.lr_scheduler_type = 0.001, "constant"
+    assert trainer.train().global_step == 3
+    assert trainer.get_total_train_batch_size(trainer.args) == 5
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.001
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from transformers import EarlyStoppingCallback
 from transformers.utils import logging as transformers_logging
 
+from hf_megapack.batch import from_buffer
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.errors import BackendError, DataError, NonFiniteResultError
 from hf_megapack.loading import describe_sharing
@@ -359,3 +360,10 @@ def test_adapters_without_a_gradient_are_listed(make):
     assert "q_proj.lora_A" in str(error.value)
     assert "v_proj.lora_A" not in str(error.value)
     assert_equal_adapters(before, adapter(trainer))
+
+
+def test_an_update_of_the_loader_can_be_looked_at(make):
+    trainer = make(rows=4)
+    update = from_buffer(next(iter(trainer.get_train_dataloader())).numpy())
+    packed = trainer.data_collator(trainer.train_dataset.select(range(2)))
+    assert (update.num_examples, packed.num_examples) == (2, 2)
