@@ -37,7 +37,7 @@ class FrozenRMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
 
 
-class LayerNorm(FrozenRMSNorm):
+class ResidualRMSNorm(FrozenRMSNorm):
     """The norm of a layer's residual stream, before its attention or its MLP.
 
     Attributes:
@@ -149,7 +149,7 @@ def layer_spec(
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
         column, row = TEColumnParallelLinear, TERowParallelLinear
-    layer.input_layernorm = layer.pre_mlp_layernorm = LayerNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = ResidualRMSNorm
     layer.self_attention.module = TreeSelfAttention
     attention = layer.self_attention.submodules
     attention.linear_qkv, attention.core_attention, attention.linear_proj = column, TreeAttention, row

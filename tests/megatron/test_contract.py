@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from hf_megapack.megatron.experts import Experts
 from hf_megapack.megatron.handoff import STEPS, handoff_methods
-from hf_megapack.megatron.layers import FrozenRMSNorm, LayerNorm
+from hf_megapack.megatron.layers import FrozenRMSNorm, ResidualRMSNorm
 from hf_megapack.megatron.moe import put_in_experts
 
 SIGNATURES = [
@@ -180,7 +180,7 @@ def test_our_norm_takes_the_place_of_every_norm_in_the_spec():
 
 def test_layers_take_the_residual_stream_from_the_norms_that_return_it():
     hidden = torch.randn(2, 1, 3)
-    outputs = LayerNorm(config=None, hidden_size=3)(hidden)
+    outputs = ResidualRMSNorm(config=None, hidden_size=3)(hidden)
     source = inspect.getsource(TransformerLayer)
     for name in ("input_layernorm", "pre_mlp_layernorm"):
         assert (f"{name}_output, residual = {name}_output" in source) is isinstance(outputs, tuple)
