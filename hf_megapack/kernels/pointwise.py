@@ -65,7 +65,8 @@ def norm_and_residual(hidden_TD: torch.Tensor, weight_D: torch.Tensor, eps: floa
     Source:
         `torch.nn.functional.rms_norm`, torch 2.13: float32 inside, rounded once.
     """
-    if hidden_TD.is_cuda and hidden_TD.dtype in FUSED_DTYPES:
+    # In a compiled layer inductor joins the plain form with what stands around it.
+    if hidden_TD.is_cuda and hidden_TD.dtype in FUSED_DTYPES and not torch.compiler.is_compiling():
         from hf_megapack.kernels.fused_pointwise import FusedNormAndResidual
 
         return FusedNormAndResidual.apply(hidden_TD, weight_D, eps)
