@@ -162,7 +162,7 @@ def check_is_given(dataset: Any, name: str, user: str) -> None:
         user: The call that needs it.
 
     Raises:
-        ConfigError: If it was not.
+        ConfigError: If it was not, or if it was set later and not rendered.
     """
     if dataset is None:
         raise ConfigError(f"{user} needs {name}: this trainer was built without one. Give it one as {name}.")

@@ -50,7 +50,7 @@ class CompletenessCheck:
     text: str
     spans: Mapping[int, Sequence[tuple[int, int]]]
     row: int
-    habits: str = ""
+    habits: str
 
     def run(self, *, first: int) -> None:
         """Check the tools, each turn's text, tool calls and keys that hold such, and the reasoning of learned turns.

@@ -380,8 +380,15 @@ class ChatTemplate:
         def render(changed: Conversation) -> str:
             return self._renderer.render(changed, row) if first is None else self._answer(changed, row)[0]
 
-        given = {"conversation": conversation, "text": text, "spans": spans, "row": row}
-        check = CompletenessCheck(render=render, name=self.name, habits=self._habits.text, **given)
+        check = CompletenessCheck(
+            render=render,
+            name=self.name,
+            conversation=conversation,
+            text=text,
+            spans=spans,
+            row=row,
+            habits=self._habits.text,
+        )
         check.run(first=first or 0)
 
     def _check_every_turn_found(self, turns: Sequence[int], spans: dict[int, list[Span]], row: int) -> None:

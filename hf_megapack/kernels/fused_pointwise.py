@@ -15,7 +15,7 @@ from hf_megapack.kernels.pointwise import HeadNorm
 # Elements that one program of the activation handles, and heads that one program of the rotation handles.
 SWIGLU_BLOCK = 1024
 HEADS_BLOCK = 16
-# Elements that one warp of the norm handles at most, where these are enough warps.
+# Elements of a slot for each warp that normalises it, of which there are 4 to 32.
 NORM_BLOCK = 1024
 
 

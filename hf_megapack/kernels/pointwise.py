@@ -1,4 +1,4 @@
-"""What a layer does to its tensors between two matrix products: activation, and heads normalised and rotated.
+"""What a layer does to its tensors between two matrix products: norm, activation, heads normalised and rotated.
 
 On a GPU each is one Triton kernel forward and one backward; elsewhere, and for other dtypes, the plain PyTorch here.
 
