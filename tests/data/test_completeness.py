@@ -104,6 +104,7 @@ CALLED = call({"seats": 2})
         ("s", WITHOUT_TOOLS),
         ("user", WITHOUT_TOOLS),
         ("assistant", WITHOUT_TOOLS),
+        ("im_start", WITHOUT_TOOLS),
         ("2", "{{ tools }}" + WITHOUT_TOOLS.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")),
         ("Find", "{{ tools }}" + WITHOUT_TOOLS.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")),
     ],
