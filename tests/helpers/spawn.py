@@ -69,7 +69,7 @@ def _start_group() -> None:
 
 
 def run_ranks(
-    function: Callable, world_size: int, *args, timeout_seconds: float = 240.0, starts_group: bool = True
+    function: Callable, world_size: int, *args, timeout_seconds: float = 600.0, starts_group: bool = True
 ) -> None:
     """Call `function(rank, *args)` in processes of their own, which end with this call whatever happens.
 
