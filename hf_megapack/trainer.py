@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, TrainOutput, rotate_checkpoints
 from transformers.utils import logging
 
-from hf_megapack import agreement, checks, guard, resuming, saving
+from hf_megapack import agreement, checks, guard, resuming, saving, trained
 from hf_megapack.batch import PackedBatch
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.container import ModelContainer
@@ -102,14 +102,14 @@ class MegaPackTrainer(Trainer):
         args = checks.check_args(MegaPackConfig() if args is None else args)
         checks.check_overrides(type(self))
         checks.check_evaluation(type(self), args, eval_dataset)
-        given = (data_collator, optimizers, optimizer_cls_and_kwargs)
-        checks.check_collator_and_optimizer(*given, weight_decay=args.weight_decay)
+        checks.check_collator_and_optimizer(data_collator, optimizers, optimizer_cls_and_kwargs, args.weight_decay)
+        callbacks = checks.build_callbacks(callbacks, args)
         self._settled = settled_values(args)
-        base_model, self.peft_config, adapter = checks.resolve_adapter(model, peft_config)
+        base_model, self.peft_config, adapter = trained.resolve_adapter(model, peft_config)
         agreement.check_arguments(args, self.peft_config)
-        processing_class = checks.resolve_tokenizer(model, base_model, processing_class)
+        processing_class = trained.resolve_tokenizer(model, base_model, processing_class)
         self._attention = resolve_attention(base_model, args, (data_collator or args).packing_strategy)
-        self.example_limit, self._lengths = checks.find_example_limit(base_model, args), LengthTally()
+        self.example_limit, self._lengths = trained.find_example_limit(base_model, args), LengthTally()
         known = {"attention": self._attention, "vocab_size": self.example_limit.vocab_size}
         collator = partial(build_collator, processing_class, args, **known)
         collator(data_parallel_size=1)  # options that do not fit raise before any work
@@ -380,7 +380,7 @@ class MegaPackTrainer(Trainer):
 
     def _read_adapter(self, folder: str) -> dict[str, torch.Tensor]:
         saved, state = read_peft_adapter(Path(folder))
-        checks.check_same_adapter(self.peft_config, self.backend.base_model_name, saved, list(state), folder)
+        trained.check_same_adapter(self.peft_config, self.backend.base_model_name, saved, list(state), folder)
         return state
 
     def _load_best_model(self) -> None:

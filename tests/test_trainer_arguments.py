@@ -8,14 +8,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, TrainingArguments
+from transformers import EarlyStoppingCallback, LlamaConfig, TrainingArguments
 
 from hf_megapack.arguments import UNCALLED_METHODS
-from hf_megapack.checks import find_example_limit
 from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import ConfigError, DataError, ExportError
 from hf_megapack.loading import build_collator
+from hf_megapack.trained import find_example_limit
 from tests.helpers.assets import MODEL
 from tests.helpers.fake_backend import FakeBackend
 from tests.helpers.fake_trainer import (
@@ -46,6 +46,10 @@ from tests.helpers.fake_trainer import (
         ({"model": torch.nn.Linear(1, 1)}, ConfigError, "model is a Linear"),
         ({"train_dataset": 3}, ConfigError, "int"),
         ({"processing_class": None, "model": LlamaConfig()}, ConfigError, "has no tokenizer"),
+        ({"optimizers": None}, ConfigError, "optimizers=None is no pair"),
+        ({"callbacks": Recorder()}, ConfigError, "callbacks is a Recorder. Give a list"),
+        ({"callbacks": [Recorder, print]}, ConfigError, "callbacks holds a builtin_function_or_method"),
+        ({"callbacks": [EarlyStoppingCallback(2)]}, ConfigError, "stops by evaluations, but eval_strategy='no' and"),
     ],
 )
 def test_arguments_that_cannot_be_honoured_are_refused_by_name(tmp_path, tiny_tokenizer, options, error, message):
@@ -57,6 +61,13 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(tmp_path, tiny_to
     }
     with pytest.raises(error, match=message):
         FakeTrainer(**(arguments | options))
+
+
+def test_callbacks_may_be_classes_and_in_a_tuple(make):
+    callbacks, data = (Recorder, EarlyStoppingCallback(2)), Dataset.from_list(token_rows(2))
+    trainer = make(callbacks=callbacks, eval_dataset=data, eval_strategy="steps", metric_for_best_model="loss")
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert kinds.count(Recorder) == kinds.count(EarlyStoppingCallback) == 1
 
 
 def continued(folder, tokenizer):
