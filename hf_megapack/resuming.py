@@ -2,16 +2,20 @@
 
 A checkpoint's place in the data is a number of updates, and its schedule keeps the learning rate that it began with. So
 each checkpoint says in a small file what its place and its rate depend on, and a run that differs there is refused:
-examples would come twice or never, or an argument would be ignored. Everything else may change, the number of updates,
-what fills a row and the parallel layout among it, and is honoured from then on. Which schedules may, saving.py says.
+examples would come twice or never, or an argument would be ignored. As many examples of other tokens are a warning: the
+same rows may have been rendered anew. Everything else may change, the number of updates, what fills a row and the
+parallel layout among it, and is honoured from then on. Which schedules may, saving.py says.
 """
 
+import hashlib
 import json
 import logging
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
@@ -22,6 +26,7 @@ from hf_megapack.streaming import place_in_stream
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "megapack_run.json"
+_COMPARED_EXAMPLES = 256
 
 _LABELS = {
     "examples_per_update": (
@@ -38,10 +43,11 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     """Return what a run that goes on from here must have in common with this one.
 
     Args:
-        trainer: A MegaPackTrainer with its optimizer; on every rank the answer is the same.
+        trainer: A MegaPackTrainer with its optimizer.
 
     Returns:
-        Plain values. Under "place" is what only the place in the data depends on.
+        Plain values. Under "place" is what only the place in the data depends on, and on rank 0 under "examples" what
+        tells examples from others; elsewhere they are not at hand.
     """
     args, dataset = trainer.args, trainer.train_dataset
     place = {
@@ -64,6 +70,8 @@ def describe_run(trainer: Any) -> dict[str, Any]:
             place |= {"assistant_mask": args.assistant_mask, "share_supervised": share_supervised}
     rates = [float(group.get("initial_lr", group["lr"])) for group in trainer.optimizer.param_groups]
     run = {"learning_rate": rates[0] if len(set(rates)) == 1 else rates, "place": place}
+    if isinstance(dataset, Dataset):
+        run["examples"] = _digest(dataset)
     return run if trainer.backend.base_model_name else {**run, "base_seed": args.seed}
 
 
@@ -104,6 +112,13 @@ def check_run(folder: Path, run: dict[str, Any], *, skips: bool) -> None:
         )
     if skips and "num_train_examples" in run["place"]:
         _check_place(folder, run["place"])
+    if skips and saved.get("examples", run.get("examples")) != run.get("examples"):
+        logger.warning(
+            "train_dataset has as many examples as when %s was saved, but other tokens. The updates that were done are "
+            "skipped by their number: if these are not the same rows in the same order, rendered anew, some will come "
+            "twice and others never in this epoch.",
+            folder,
+        )
 
 
 def find_place(trainer: Any, folder: Path, place: tuple[int, int], num_epochs: int) -> tuple[int, int]:
@@ -133,6 +148,15 @@ def find_place(trainer: Any, folder: Path, place: tuple[int, int], num_epochs: i
     return place
 
 
+def _digest(dataset: Dataset) -> str:
+    """Return what tells a dataset's tokens from others, by examples at even distances."""
+    digest = hashlib.blake2b(digest_size=16)
+    for index in np.linspace(0, len(dataset) - 1, min(len(dataset), _COMPARED_EXAMPLES), dtype=np.int64).tolist():
+        tokens = np.asarray(dataset[index]["input_ids"], dtype="<i8")
+        digest.update(tokens.size.to_bytes(8, "little") + tokens.tobytes())
+    return digest.hexdigest()
+
+
 def _read_run(folder: Path) -> dict[str, Any]:
     file = folder / RUN_FILE
     if not file.exists():
@@ -152,7 +176,7 @@ def _changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
         f"{_LABELS.get(name, name)}: saved {saved[name]!r}, now {value!r}"
         for name, value in now.items()
-        if name != "place" and name in saved and saved[name] != value
+        if name not in ("place", "examples") and name in saved and saved[name] != value
     ]
 
 

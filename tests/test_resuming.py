@@ -63,6 +63,17 @@ def test_what_moves_the_place_in_the_data_is_refused_unless_the_place_does_not_m
 
 
 @pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("changes", [True, False])
+def test_other_examples_of_the_same_number_are_told(make, checkpoint, caplog, changes, skips):
+    make(**SAVING).train()
+    rows = token_rows(10)
+    if changes:
+        rows[9] = {**rows[9], "input_ids": [*rows[9]["input_ids"][:-1], 3], "labels": [*rows[9]["labels"][:-1], 3]}
+    make(max_steps=4, rows=rows, ignore_data_skip=not skips).train(resume_from_checkpoint=str(checkpoint))
+    assert ("as many examples" in caplog.text) == (changes and skips)
+
+
+@pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("options", [{}, {"lr_scheduler_type": "reduce_lr_on_plateau"}])
 def test_another_learning_rate_is_refused_even_if_the_place_does_not_matter(make, checkpoint, options, skips):
     if options:
