@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "resuming": {"data", "streaming"},
     "settled": {"config"},
     "agreement": {"arguments", "config", "ranks"},
-    "checks": {"arguments", "config", "data", "guard", "meter", "optimizer", "weights"},
+    "checks": {"arguments", "config", "data", "guard", "meter", "optimizer"},
+    "trained": {"config", "data", "weights"},
     "trainer": {
         "agreement",
         "batch",
@@ -54,6 +55,7 @@ MAY_IMPORT = {
         "saving",
         "settled",
         "streaming",
+        "trained",
         "weights",
     },
     "__init__": set(),
