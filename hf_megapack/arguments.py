@@ -92,11 +92,16 @@ TRAINING_ARGUMENTS: dict[str, Verdict] = {
     ),
 }
 
-# What transformers has dropped since the oldest release of our range, so that docs/config.md leaves it out, and what to
-# use instead.
+# What transformers has dropped but scripts still give, so that docs/config.md leaves it out, and what to use instead.
+# The oldest releases of our range have the first two.
 DROPPED_ARGUMENTS = {
     "warmup_ratio": "use warmup_steps, which below 1 is a fraction of all updates",
     "logging_dir": "set TENSORBOARD_LOGGING_DIR in the environment",
+    "evaluation_strategy": "use eval_strategy",
+    "group_by_length": "leave it out, since packing wastes nothing on unequal lengths",
+    "no_cuda": "use use_cpu",
+    "overwrite_output_dir": "leave it out; train() begins anew unless it is given resume_from_checkpoint",
+    "save_safetensors": "leave it out, since nothing else is written",
 }
 
 # What may differ between the processes of one run: rank 0 alone acts on it, or each for itself.
@@ -167,7 +172,10 @@ TRL_NAMES: dict[str, str] = {
     "chat_template_path": "set processing_class.chat_template",
     "eos_token": "set it on processing_class",
     "pad_token": "set it on processing_class",
-    "model_init_kwargs": "pass a PretrainedConfig as model to change the model",
+    "model_init_kwargs": (
+        "bf16 sets the precision and attention the kernels, the rest stands in the model's config.json; with a "
+        "PretrainedConfig as model training begins from random weights"
+    ),
     "trust_remote_code": "models run on Megatron-Core, never on code from the hub",
     "router_aux_loss_coef": "auxiliary losses are off while the base model is frozen",
     "loss_type": "the loss is cross-entropy over the loss-bearing tokens of the whole update",

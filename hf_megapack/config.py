@@ -5,6 +5,8 @@ values supported so far refuses the others by name. Model and data are checked w
 """
 
 import dataclasses
+import difflib
+import inspect
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -164,6 +166,7 @@ class MegaPackConfig(TrainingArguments):
     def __new__(cls, *args: Any, **kwargs: Any) -> "MegaPackConfig":
         """Refuse names that only others have before dataclasses calls them unexpected."""
         refuse_trl_names(kwargs)
+        _refuse_unknown(cls, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -314,19 +317,34 @@ class MegaPackConfig(TrainingArguments):
 
 
 def refuse_trl_names(names: typing.Iterable[str]) -> None:
-    """Raise on the first name that only TRL has, or only earlier releases of transformers.
+    """Raise on names that only TRL has, or only earlier releases of transformers: one error names all of them.
 
     Args:
         names: Argument names.
 
     Raises:
-        ConfigError: Saying what the argument is called here.
+        ConfigError: Saying what each argument is called here.
     """
+    found = []
     for name in names:
         if name in TRL_NAMES:
-            raise ConfigError(f"{name} is a TRL argument that hf_megapack does not have: {TRL_NAMES[name]}.")
-        if name in DROPPED_ARGUMENTS and name not in TrainingArguments.__dataclass_fields__:
-            raise ConfigError(f"{name} is not in this release of transformers: {DROPPED_ARGUMENTS[name]}.")
+            found.append(f"{name} is a TRL argument that hf_megapack does not have: {TRL_NAMES[name]}.")
+        elif name in DROPPED_ARGUMENTS and name not in TrainingArguments.__dataclass_fields__:
+            found.append(f"{name} is not in this release of transformers: {DROPPED_ARGUMENTS[name]}.")
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _refuse_unknown(config_class: type, names: typing.Iterable[str]) -> None:
+    """Raise TypeError on names that a config does not take, with those that it takes and that look alike."""
+    known = inspect.signature(config_class.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in names:
+        if name not in known:
+            alike = difflib.get_close_matches(name, known.keys() - {"self"})
+            hint = f"did you mean {' or '.join(alike)}?" if alike else "docs/config.md lists those that there are."
+            raise TypeError(f"{config_class.__name__} has no argument {name!r}; {hint}")
 
 
 def _is_default(value: Any, declared: dataclasses.Field) -> bool:

@@ -226,7 +226,9 @@ def _parse(argv: Sequence[str] | None) -> tuple[str, InspectOptions, dict[str, A
         description="Pack a few updates exactly as the trainer would, and show what came of it.",
     )
     parser.add_argument("data", help="A .json, .jsonl or .parquet file, a folder of a saved data set, or a hub id.")
-    options, packing, rest = parser.parse_args_into_dataclasses(argv)
+    options, packing, rest, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        raise ConfigError(f"unknown options or values {' '.join(unknown)}; --help lists the options that there are")
     return rest.data, options, dataclasses.asdict(packing)
 
 

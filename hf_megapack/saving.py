@@ -60,11 +60,12 @@ def share_output_folder(args: MegaPackConfig) -> str:
         Rank 0's `output_dir`, on every rank: a folder's name may hold the time, which differs between processes.
 
     Raises:
-        ExportError: If it cannot be created.
+        ExportError: If it cannot be created, or holds a model.
     """
 
     def make() -> str:
         _make_folder(Path(args.output_dir))
+        _refuse_model_folder(Path(args.output_dir))
         return str(args.output_dir)
 
     return from_rank_zero(make, encode=str.encode, decode=bytes.decode, device=args.device)
@@ -105,6 +106,17 @@ def _make_folder(folder: Path) -> None:
         raise ExportError(
             f"output_dir={str(folder)!r} cannot be created: {error}. Choose another output_dir."
         ) from error
+
+
+def _refuse_model_folder(folder: Path) -> None:
+    """Raise if an adapter in a folder would hide the model there, which loaders would then take for an adapter."""
+    if (folder / "config.json").exists() and not (folder / "adapter_config.json").exists():
+        weights = sorted(path.name for path in folder.glob("model*.safetensors"))
+        if weights:
+            raise ExportError(
+                f"{folder} holds a model (config.json, {weights[0]}): an adapter beside it would make loaders take the "
+                "folder for an adapter, and replace its tokenizer. Choose another folder."
+            )
 
 
 def _try_folder(folder: Path) -> None:
@@ -163,7 +175,11 @@ def write_adapter(
         args: Its `export_format` decides how.
         peft_config: The adapter that was trained.
         backend: Has the names of the base model and of its modules.
+
+    Raises:
+        ExportError: If it cannot be written, or the folder holds a model.
     """
+    _refuse_model_folder(folder)
     export_peft_adapter(
         state,
         peft_config,

@@ -41,6 +41,8 @@ def resolve_adapter(
             f"model is a {type(model).__name__}; give a hub id, a local folder or a PretrainedConfig. Megatron-Core "
             "loads the weights itself, so the transformers model need not be built."
         )
+    if isinstance(model, str) and (fault := _path_fault(model)):
+        raise ConfigError(f"model={model!r} {fault}. Give a local folder, or a hub id such as Qwen/Qwen3-0.6B.")
     adapter = None
     if folder is not None:
         if peft_config is not None:
@@ -57,6 +59,14 @@ def resolve_adapter(
         )
     check_lora_config(peft_config)
     return model, peft_config, adapter
+
+
+def _path_fault(model: str) -> str:
+    """Return what is wrong with a path that is no folder; an empty string for folders and what may be a hub id."""
+    if os.path.isfile(model):
+        return "is a file"
+    is_path = model.count("/") > 1 or model.startswith(("/", ".", "~"))
+    return "is no folder that there is (~ is not expanded)" if is_path and not os.path.isdir(model) else ""
 
 
 def _check_continued(folder: Path, peft_config: LoraConfig) -> None:

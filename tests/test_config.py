@@ -325,3 +325,24 @@ def test_compiled_layers_are_ours_alone(make):
         make(torch_compile=True, torch_compile_mode="max-autotune")
     with pytest.raises(ConfigError, match=r"torch_compile=True .*recompute='selective'"):
         make(torch_compile=True, recompute="selective")
+
+
+def test_names_of_trl_and_of_earlier_releases_are_told_together(make):
+    with pytest.raises(ConfigError, match=r"(?s)^packing is .*\nevaluation_strategy is .*: use eval_strategy\.$"):
+        make(packing=True, evaluation_strategy="steps")
+
+
+def test_a_mistyped_argument_is_answered_with_what_looks_like_it(make):
+    with pytest.raises(TypeError, match=r"MegaPackConfig has no argument 'learning_rat'; did you mean learning_rate"):
+        make(learning_rat=1e-4)
+    with pytest.raises(TypeError, match=r"no argument 'zzz'; docs/config.md lists"):
+        make(zzz=1)
+
+
+def test_a_subclass_takes_arguments_of_its_own():
+    class Own(MegaPackConfig):
+        def __init__(self, mine: int, **others):
+            super().__init__(**others)
+            self.mine = mine
+
+    assert Own(mine=3, output_dir="x", use_cpu=True).mine == 3

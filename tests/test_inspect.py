@@ -363,3 +363,8 @@ def test_what_cannot_be_read_is_an_error_that_says_why(tmp_path):
     ]:
         with pytest.raises(DataError, match=message):
             read_dataset(str(tmp_path / name))
+
+
+def test_an_unknown_option_ends_with_its_name(inspected):
+    with pytest.raises(SystemExit, match=r"^error: unknown options or values --asistant_mask each; --help lists"):
+        inspected("--asistant_mask", "each")

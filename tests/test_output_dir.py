@@ -82,3 +82,17 @@ def test_a_tokenizer_is_written_with_all_its_files(make, tmp_path, tiny_tokenize
     assert "additional_chat_templates/tool_use.jinja" in names
     written = {path.relative_to(tmp_path / "adapter").as_posix() for path in (tmp_path / "adapter").rglob("*")}
     assert written == names | {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_a_folder_that_holds_a_model_is_no_place_for_an_adapter(make, tmp_path):
+    """Loaders take a folder with adapter_config.json for an adapter, so that its model would be lost to them."""
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (base / name).write_text("{}")
+    with pytest.raises(ExportError, match=r"base holds a model \(config.json, model.safetensors\)"):
+        make(output_dir=str(base), rows=[{"not": "read"}])
+    trainer = make()
+    with pytest.raises(ExportError, match="base holds a model"):
+        trainer.save_model(str(base))
+    assert sorted(path.name for path in base.iterdir()) == ["config.json", "model.safetensors"]

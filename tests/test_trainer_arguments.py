@@ -15,7 +15,7 @@ from hf_megapack.config import MegaPackConfig
 from hf_megapack.data.collator import PrefixTreeCollator
 from hf_megapack.errors import ConfigError, DataError, ExportError
 from hf_megapack.loading import build_collator
-from hf_megapack.trained import find_example_limit
+from hf_megapack.trained import find_example_limit, resolve_adapter
 from tests.helpers.assets import MODEL
 from tests.helpers.fake_backend import FakeBackend
 from tests.helpers.fake_trainer import (
@@ -327,3 +327,11 @@ def test_a_given_collator_is_used(make, tmp_path, tiny_tokenizer):
     )
     trainer.train()
     assert len(trainer.backend.calls[0].rows) == 8
+
+
+@pytest.mark.parametrize(("name", "fault"), [("folder", "is no folder"), ("file", "is a file")])
+def test_a_model_path_that_is_no_folder_is_no_hub_id_either(tmp_path, name, fault):
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"model='{path}' {fault}.*Give a local folder, or a hub id"):
+        resolve_adapter(path, LoraConfig())

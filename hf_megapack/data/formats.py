@@ -34,6 +34,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 _LARGEST_ID = np.iinfo(np.int32).max
+_NOT_SAID = {"role", "name", "train", "weight"}
 
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -191,6 +192,8 @@ def _read_message(raw: Any, row_index: int, turn: int) -> tuple[dict[str, Any], 
         raise DataError(f"{where}: a message needs a role (system, user, assistant, tool), got {_brief(role)}")
     check_role(role, where)
     is_assistant = role == "assistant"
+    if is_assistant and "content" not in message and not any(message[key] for key in message.keys() - _NOT_SAID):
+        raise DataError(f'{where}: an assistant turn without content; remove it, or write "" for an empty answer')
     message["content"] = _read_content(message.get("content", "" if is_assistant else None), where)
     reasoning = message.get("reasoning_content", "")
     if not isinstance(reasoning, str):

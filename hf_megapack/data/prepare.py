@@ -123,9 +123,11 @@ def _transform_rows(transform: ChatTransform, rows: Any) -> dict[str, list[Any]]
         or isinstance(rows, (str, bytes))
         or not all(isinstance(r, Mapping) for r in rows)
     ):
+        is_list = isinstance(rows, Sequence) and not isinstance(rows, (str, bytes))
+        kind = f"{type(rows).__name__}" + (" that holds something else" if is_list else "")
         raise ConfigError(
-            f"a dataset must be a datasets.Dataset or a list of dicts, got {type(rows).__name__}; of a DatasetDict "
-            f'pass one split, such as dataset["train"]'
+            f"a dataset must be a datasets.Dataset, a datasets.IterableDataset or a list of dicts, got {kind}. Of a "
+            'DatasetDict pass one split, such as dataset["train"]; read files with datasets.load_dataset'
         )
     if not rows:
         raise DataError("the dataset has no rows")

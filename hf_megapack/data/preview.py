@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_megapack.data.chat import ChatTransform
 from hf_megapack.data.formats import recognise_format
 from hf_megapack.data.lengths import Outcome
+from hf_megapack.errors import DataError
 
 _COLOUR, _PLAIN = "\033[30;42m", "\033[0m"
 _NEWLINE = "\u21b5\n"
@@ -110,8 +111,10 @@ def preview(
         An object that shows itself in a notebook and when printed.
 
     Raises:
-        DataError: If the row cannot be learned, as in training.
+        DataError: If it is no row, or one that cannot be learned, as in training.
     """
+    if not isinstance(row, Mapping):
+        raise DataError(f"preview shows one row, a dict; got {type(row).__name__}. Pass one, such as dataset[0].")
     transform = ChatTransform(tokenizer, **options)
     examples = transform.tokenize([row], [row_index], format_name=recognise_format(row.keys()))
     return Preview(

@@ -9,9 +9,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from hf_megapack.errors import BackendError, ConfigError
 from hf_megapack.weights.names import HeadLayout, Part, WeightRule
@@ -47,6 +48,13 @@ def checkpoint_folder(model: str) -> Path:
     return folder
 
 
+def _open_weights(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read as safetensors: {error}. Fetch it again.") from error
+
+
 class CheckpointReader:
     """Slices of named tensors from the safetensors of one folder; use it through `open_checkpoint`."""
 
@@ -58,7 +66,7 @@ class CheckpointReader:
         missing = sorted(name for name in files if not (folder / name).exists())
         if missing:
             raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its {INDEX_FILE} names. Fetch it again.")
-        handles = [stack.enter_context(safe_open(str(folder / name), framework="pt")) for name in sorted(files)]
+        handles = [stack.enter_context(_open_weights(folder / name)) for name in sorted(files)]
         self._handle_of = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 (a handle is no mapping)
         self.folder = folder
         # A checkpoint of the bare decoder (AutoModel) has the same names without their first part.

@@ -7,6 +7,7 @@ import pytest
 from datasets import IterableDataset
 
 from hf_megapack.data.chat import ChatTransform
+from hf_megapack.data.formats import read_row
 from hf_megapack.data.prepare import prepare_dataset
 from hf_megapack.errors import ConfigError, DataError
 from tests.helpers.assets import load_conversations, load_tokenizer
@@ -182,5 +183,19 @@ def test_datasets_of_the_wrong_kind_are_refused_by_name():
     stream = IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
     with pytest.raises(ConfigError, match="an IterableDataset has no length"):
         prepare_dataset(stream, load_tokenizer())
-    with pytest.raises(ConfigError, match=r"list of dicts, got dict.*one split"):
+    with pytest.raises(ConfigError, match=r"IterableDataset or a list of dicts, got dict.*one split"):
         prepare_dataset({"train": []}, load_tokenizer())
+    with pytest.raises(ConfigError, match=r"got list that holds something else"):
+        prepare_dataset(["text"], load_tokenizer())
+    with pytest.raises(ConfigError, match=r"got str\. .*read files with datasets\.load_dataset"):
+        prepare_dataset("train.jsonl", load_tokenizer())
+
+
+@pytest.mark.parametrize("turn", [{}, {"content": None}, {"content": None, "tool_calls": [], "name": "bot"}])
+def test_an_assistant_turn_without_content_is_refused_but_an_empty_one_is_not(turn):
+    """Training would teach the model to answer with nothing."""
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", **turn}]}
+    with pytest.raises(DataError, match=r"row 4, turn 1: an assistant turn without content; remove it, or write"):
+        read_row("messages", row, 4)
+    row["messages"][1]["content"] = ""
+    assert read_row("messages", row, 4).messages[1]["content"] == ""

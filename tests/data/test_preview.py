@@ -79,3 +79,11 @@ def test_rows_that_cannot_be_learned_raise_as_in_training():
     rows = load_conversations("mtbench")
     with pytest.raises(DataError, match=r'row 0, turn 1: .*use assistant_mask="each"'):
         preview(rows[0], load_tokenizer("qwen3"))
+
+
+@pytest.mark.parametrize("rows", [[{"messages": CHAT}], "text"])
+def test_what_is_no_row_is_refused(tokenizer, rows):
+    with pytest.raises(
+        DataError, match=rf"one row, a dict; got {type(rows).__name__}\. Pass one, such as dataset\[0\]"
+    ):
+        preview(rows, tokenizer)

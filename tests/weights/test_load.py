@@ -52,3 +52,11 @@ def test_a_head_of_its_own_is_refused_where_the_config_ties_it(tmp_path, prefix,
         return
     with pytest.raises(ConfigError, match="tie_word_embeddings"):
         load_parameters(*arguments, ignored=lambda name: name == "lm_head.weight")
+
+
+def test_weights_that_were_not_fetched_whole_are_named(tmp_path):
+    save_file({NAME: torch.ones(64)}, tmp_path / SINGLE_FILE)
+    whole = (tmp_path / SINGLE_FILE).read_bytes()
+    (tmp_path / SINGLE_FILE).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=rf"{SINGLE_FILE} cannot be read as safetensors: .* Fetch it again"):
+        open_checkpoint(tmp_path).__enter__()
