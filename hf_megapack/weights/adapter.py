@@ -362,7 +362,7 @@ def _check_layer_numbers(layers: object) -> None:
     numbers = layers if isinstance(layers, Collection) else [] if layers is None else [layers]
     if isinstance(layers, str) or not all(isinstance(number, int) for number in numbers):
         raise ConfigError(
-            f"LoraConfig.layers_to_transform must be a layer's number or a list of such, counted from 0, got {layers!r}."
+            f"LoraConfig.layers_to_transform must be the number of a layer or a list of such, got {layers!r}."
         )
 
 

@@ -139,6 +139,7 @@ def refused(name: str, **changes):
         (refused("qwen3_moe", num_experts_per_tok=1), {}, "num_experts_per_tok=1 with normalised"),
         (refused("glm4_moe", norm_topk_prob=False), {}, "norm_topk_prob=False with sigmoid"),
         (refused("glm4_moe", routed_scaling_factor=0.0), {}, "routed_scaling_factor=0"),
+        (refused("qwen3_moe", decoder_sparse_step=0), {}, "decoder_sparse_step=0"),
         (refused("glm4_moe_groups", topk_group=3), {}, "topk_group=3"),
         (refused("glm4_moe_groups", n_group=3), {}, "n_group=3"),
         (refused("glm4_moe", n_group=3, topk_group=3), {}, "8 experts do not form n_group=3"),

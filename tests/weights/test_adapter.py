@@ -306,8 +306,14 @@ def test_supported_initialisation_is_accepted(init):
         ({"target_modules": []}, "matches nothing"),
         ({"target_modules": ["q_proj"], "exclude_modules": r".*"}, "matches nothing"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [3]}, "matches nothing"),
-        ({"target_modules": ["q_proj"], "layers_to_transform": "1"}, "layers_to_transform must be a layer's number"),
-        ({"target_modules": ["q_proj"], "layers_to_transform": 1.0}, "layers_to_transform must be a layer's number"),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": "1"},
+            "must be the number of a layer",
+        ),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": 1.0},
+            "must be the number of a layer",
+        ),
         ({"target_modules": ["q_proj", 3]}, "target_modules holds 3, which is no string"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [0, 3]}, "names layer 3, in which nothing is selected"),
         ({"target_modules": r"((("}, "regular expression"),
