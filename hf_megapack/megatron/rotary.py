@@ -68,7 +68,10 @@ def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.T
             f"rope_parameters={dict(parameters)!r} and head_dim={getattr(config, 'head_dim', None)!r}. Give them "
             "numbers; yarn needs a head_dim."
         ) from error
-    if frequencies.numel() * 2 != rotated:
+    # Where a class rotates part of a head, it takes as many frequencies as there are: an odd part is rounded up, and
+    # "proportional" gives all.
+    fits = frequencies.numel() * 2 <= head_dim if is_partial else frequencies.numel() * 2 == rotated
+    if not fits:
         raise ConfigError(
             f"The model rotates {frequencies.numel() * 2} of {head_dim} dimensions of a head; {config.model_type} is "
             f"supported with {rotated} (partial_rotary_factor)."

@@ -71,3 +71,14 @@ def test_yarn_without_a_head_dim_is_refused_with_the_reason():
         MixtralRotaryEmbedding(config)
     with pytest.raises(ConfigError, match="head_dim=None"):
         rotary_frequencies(config, 128)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "proportional"])
+@pytest.mark.parametrize("part", [0.35, 0.25, 1.0])
+def test_a_part_of_a_head_may_be_odd_or_come_with_all_frequencies(rope_type, part):
+    config = MOE_CONFIGS["glm4_moe"]()
+    config.rope_parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "partial_rotary_factor": part}
+    frequencies, _ = rotary_frequencies(config, config.head_dim)
+    positions = torch.tensor([0, 5, 1023])
+    cosine, _ = Glm4MoeRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    assert torch.equal(torch.cat([rotation(positions, frequencies)[0, :, 0]] * 2, dim=-1), cosine[0])
