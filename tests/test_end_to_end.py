@@ -178,10 +178,14 @@ def test_wrong_models_are_refused_before_weights_are_read(base, tmp_path):
         ({"is_causal": False}, "is_causal=False"),
         ({"transformers_weights": "other.safetensors"}, "transformers_weights='other.safetensors'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "length of each sequence"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": "1e4", "factor": 2.0}}, "no rotary frequencies"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 0.1}}}, "per_layer_config"),
+        ({"per_layer_config": {"1": {"skip": ["mlp"]}}}, "per_layer_config"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ):
         folder = tmp_path / next(iter(change))
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         config = json.loads((base / "config.json").read_text()) | change
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(ConfigError, match=message):

@@ -28,14 +28,20 @@ def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.T
         the sine (1.0 for most scalings).
 
     Raises:
-        ConfigError: If the scaling is unknown or depends on sequence length, or the model would rotate part of a head
-            and its transformers class cannot.
+        ConfigError: If the scaling is unknown or depends on sequence length, its parameters differ by type of layer
+            or give no frequencies, or the model would rotate part of a head and its transformers class cannot.
 
     Source:
         `transformers.models.llama.modeling_llama.LlamaRotaryEmbedding` and
         `transformers.models.glm4_moe.modeling_glm4_moe.Glm4MoeRotaryEmbedding`, 5.24.
     """
     parameters = config.rope_parameters
+    if "rope_type" not in parameters:
+        raise ConfigError(
+            f"rope_parameters of the model's config has no rope_type, only {', '.join(map(str, parameters))}. "
+            f"{config.model_type} rotates all its layers alike, in transformers too: give one set of parameters, not "
+            "one for each type of layer."
+        )
     rope_type = parameters["rope_type"]
     if rope_type in LENGTH_DEPENDENT:
         raise ConfigError(
@@ -45,17 +51,27 @@ def rotary_frequencies(config: PretrainedConfig, head_dim: int) -> tuple[torch.T
         )
     is_partial = config.model_type in PARTLY_ROTATED
     rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) if is_partial else head_dim
-    if rope_type == "default":
-        exponents = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
-        frequencies, factor = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    elif rope_type in ROPE_INIT_FUNCTIONS:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config)
-    else:
+    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
         raise ConfigError(
             f"rope_type {rope_type!r} is unknown to the installed transformers, which has "
             f"{', '.join(['default', *ROPE_INIT_FUNCTIONS])}."
         )
-    if frequencies.numel() * 2 != rotated:
+    try:
+        if rope_type == "default":
+            exponents = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
+            frequencies, factor = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+        else:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"The model's config gives no rotary frequencies, in transformers neither: {error!r}; "
+            f"rope_parameters={dict(parameters)!r} and head_dim={getattr(config, 'head_dim', None)!r}. Give them "
+            "numbers; yarn needs a head_dim."
+        ) from error
+    # Where a class rotates part of a head, it takes as many frequencies as there are: an odd part is rounded up, and
+    # "proportional" gives all.
+    fits = frequencies.numel() * 2 <= head_dim if is_partial else frequencies.numel() * 2 == rotated
+    if not fits:
         raise ConfigError(
             f"The model rotates {frequencies.numel() * 2} of {head_dim} dimensions of a head; {config.model_type} is "
             f"supported with {rotated} (partial_rotary_factor)."

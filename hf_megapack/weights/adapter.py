@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,6 +90,9 @@ _REFUSED = {
     "kasa_config": _NO_VARIANT,
 }
 
+# peft fails on other values of these that are falsy, and on a file that holds them.
+_NEVER_EMPTY = ("bias", "trainable_token_indices")
+
 LORA_FIELDS: dict[str, Literal["honoured", "refused", "irrelevant"]] = {
     **dict.fromkeys(_HONOURED, "honoured"),
     **dict.fromkeys(_REFUSED, "refused"),
@@ -126,8 +129,9 @@ def refused_fields(peft_config: LoraConfig) -> dict[str, str]:
     for field in dataclasses.fields(peft_config):
         value = getattr(peft_config, field.name)
         unknown = field.name not in LORA_FIELDS
-        # Every refusable field of LoraConfig is off when falsy; an empty list asks for nothing either.
-        if (field.name in _REFUSED or unknown) and value and value != field.default:
+        # A refusable field of LoraConfig is off when falsy; an empty list asks for nothing either.
+        is_set = bool(value) or field.name in _NEVER_EMPTY
+        if (field.name in _REFUSED or unknown) and is_set and value != field.default:
             found[field.name] = (
                 "this version of hf_megapack does not know the field" if unknown else _REFUSED[field.name]
             )
@@ -147,7 +151,7 @@ def check_lora_config(peft_config: LoraConfig) -> None:
 
     Raises:
         ConfigError: If it is not peft's LoraConfig, sets a refused field, names the head, an embedding or a router as
-            target, or has a rank, an alpha or a regular expression that cannot be used.
+            target, or has a rank, an alpha, a layer or a regular expression that cannot be used.
     """
     if type(peft_config) is not LoraConfig:
         raise ConfigError(f"peft_config must be a peft.LoraConfig, got {type(peft_config).__name__}.")
@@ -165,6 +169,7 @@ def check_lora_config(peft_config: LoraConfig) -> None:
             raise ConfigError(f"LoraConfig.{where} must be a finite number other than 0, got {alpha!r}.")
     for where in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
         _check_patterns(where, getattr(peft_config, where))
+    _check_layer_numbers(peft_config.layers_to_transform)
     targets, parameters = peft_config.target_modules, peft_config.target_parameters
     listed = () if targets is None or isinstance(targets, str) else targets
     for target in [*listed, *(parameters or ())]:
@@ -345,10 +350,20 @@ def _check_equal_scaling(specs: dict[str, LoraSpec]) -> None:
 
 def _check_patterns(where: str, value: str | Iterable[str] | None) -> None:
     for pattern in (value,) if isinstance(value, str) else value or ():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"LoraConfig.{where} holds {pattern!r}, which is no string.")
         try:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"LoraConfig.{where} holds {pattern!r}, no regular expression: {error}.") from error
+
+
+def _check_layer_numbers(layers: object) -> None:
+    numbers = layers if isinstance(layers, Collection) else [] if layers is None else [layers]
+    if isinstance(layers, str) or not all(isinstance(number, int) for number in numbers):
+        raise ConfigError(
+            f"LoraConfig.layers_to_transform must be the number of a layer or a list of such, got {layers!r}."
+        )
 
 
 def _prefixed(field: str, pattern: dict[str, float] | None) -> dict[str, float]:

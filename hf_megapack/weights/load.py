@@ -48,13 +48,6 @@ def checkpoint_folder(model: str) -> Path:
     return folder
 
 
-def _open_weights(file: Path) -> Any:
-    try:
-        return safe_open(str(file), framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{file} cannot be read as safetensors: {error}. Fetch it again.") from error
-
-
 class CheckpointReader:
     """Slices of named tensors from the safetensors of one folder; use it through `open_checkpoint`."""
 
@@ -62,11 +55,14 @@ class CheckpointReader:
         index, files = folder / INDEX_FILE, {SINGLE_FILE}
         # Where both are, the single file is the model, as for transformers: the index may be left over.
         if not (folder / SINGLE_FILE).exists():
-            files = set(json.loads(index.read_text())["weight_map"].values())
+            try:
+                files = set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{index} is no index of a checkpoint: {error!r}. Fetch it again.") from error
         missing = sorted(name for name in files if not (folder / name).exists())
         if missing:
             raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its {INDEX_FILE} names. Fetch it again.")
-        handles = [stack.enter_context(_open_weights(folder / name)) for name in sorted(files)]
+        handles = [stack.enter_context(_open_file(folder / name)) for name in sorted(files)]
         self._handle_of = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 (a handle is no mapping)
         self.folder = folder
         # A checkpoint of the bare decoder (AutoModel) has the same names without their first part.
@@ -145,6 +141,13 @@ class CheckpointReader:
         return sorted(n for n in names if 0 not in self._handle_of[n].get_slice(n).get_shape())
 
 
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read as safetensors: {error}. Fetch it again.") from error
+
+
 @contextmanager
 def open_checkpoint(folder: Path) -> Iterator[CheckpointReader]:
     """Open every safetensors file of a folder for reading slices.
@@ -153,7 +156,7 @@ def open_checkpoint(folder: Path) -> Iterator[CheckpointReader]:
         folder: Folder with one file, or with several and their index.
 
     Raises:
-        ConfigError: If the index names a file that is not there.
+        ConfigError: If the index names a file that is not there, or a file is broken.
     """
     with ExitStack() as stack:
         yield CheckpointReader(folder, stack)
@@ -241,8 +244,8 @@ def load_parameters(
 
     Raises:
         BackendError: If a weight is missing, has another shape, or a parameter has no rule.
-        ConfigError: If the checkpoint holds weights that the model does not have, or a head of its own where the
-            model's is tied.
+        ConfigError: If the checkpoint holds weights that the model does not have, one under two names, or a head of
+            its own where the model's is tied.
     """
     rules = list(rules)
     unclaimed = sorted(set(parameters) - {rule.parameter for rule in rules})
@@ -255,6 +258,8 @@ def load_parameters(
                 f"{folder} holds {len(extra)} weights that the model of its config.json does not have, the first "
                 f"{', '.join(extra[:3])}. Quantised checkpoints and other architectures cannot be trained."
             )
+        for rule in rules:
+            _check_has_one_name(reader, rule)
         read = {source for rule in rules for source in rule.sources}
         is_tied_copy = _HEAD in reader and _HEAD not in read and _EMBEDDING in read
         # transformers ties the two only where they are equal.
@@ -274,6 +279,21 @@ def load_parameters(
                     f"{tuple(parameter.shape)}. config.json and the weights do not belong together."
                 )
             parameter.copy_(value)
+
+
+def _check_has_one_name(reader: CheckpointReader, rule: WeightRule) -> None:
+    """Refuse a weight that is there under two names: which one is meant is nowhere said."""
+    if rule.experts is not None:
+        ways = [[rule.experts.fused], rule.experts.names()]
+    else:
+        ways = [list(rule.sources), *([name] for name in rule.alternatives)]
+    found = [next((name for name in names if name in reader), None) for names in ways]
+    doubled = [name for name in found if name is not None]
+    if len(doubled) > 1:
+        raise ConfigError(
+            f"{reader.folder} holds the same weight as {' and as '.join(doubled)}. Keep one of the two, or fetch the "
+            "checkpoint again."
+        )
 
 
 class _RandomSource:

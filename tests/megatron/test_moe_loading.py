@@ -67,6 +67,17 @@ def test_layers_for_multi_token_prediction_are_left_unread_and_others_refused(tm
         MegatronBackend(str(tmp_path), backend_args(), ATTENTION)
 
 
+@pytest.mark.parametrize("leaf", ["gate.weight", "experts.gate_up_proj"])
+def test_a_weight_under_two_names_is_refused(leaf, tmp_path):
+    """Both were taken as read, and one of them was used; transformers uses the other, or fails."""
+    save_moe_model(MOE_CONFIGS["mixtral"](), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    shape = (4, 32) if leaf == "gate.weight" else (4, 96, 32)
+    save_file(stored | {f"model.layers.0.mlp.{leaf}": torch.ones(shape)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="holds the same weight as"):
+        MegatronBackend(str(tmp_path), backend_args(), ATTENTION)
+
+
 def test_a_missing_expert_is_named(tmp_path):
     save_moe_model(MOE_CONFIGS["mixtral"](), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -139,6 +150,7 @@ def refused(name: str, **changes):
         (refused("qwen3_moe", num_experts_per_tok=1), {}, "num_experts_per_tok=1 with normalised"),
         (refused("glm4_moe", norm_topk_prob=False), {}, "norm_topk_prob=False with sigmoid"),
         (refused("glm4_moe", routed_scaling_factor=0.0), {}, "routed_scaling_factor=0"),
+        (refused("qwen3_moe", decoder_sparse_step=0), {}, "decoder_sparse_step=0"),
         (refused("glm4_moe_groups", topk_group=3), {}, "topk_group=3"),
         (refused("glm4_moe_groups", n_group=3), {}, "n_group=3"),
         (refused("glm4_moe", n_group=3, topk_group=3), {}, "8 experts do not form n_group=3"),

@@ -260,6 +260,14 @@ def test_refused_field_is_named(field):
         resolve_lora(config, linear_names("llama"))
 
 
+@pytest.mark.parametrize(("field", "value"), [("bias", None), ("bias", ""), ("trainable_token_indices", [])])
+def test_an_empty_value_that_peft_fails_on_is_refused(field, value):
+    """An adapter would be trained and written whose config peft cannot load."""
+    config = LoraConfig(target_modules=["q_proj"], **{field: value})
+    with pytest.raises(ConfigError, match=field):
+        check_lora_config(config)
+
+
 def test_field_of_a_newer_peft_is_refused_unless_left_alone():
     @dataclasses.dataclass
     class NewerConfig(LoraConfig):
@@ -298,6 +306,15 @@ def test_supported_initialisation_is_accepted(init):
         ({"target_modules": []}, "matches nothing"),
         ({"target_modules": ["q_proj"], "exclude_modules": r".*"}, "matches nothing"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [3]}, "matches nothing"),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": "1"},
+            "must be the number of a layer",
+        ),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": 1.0},
+            "must be the number of a layer",
+        ),
+        ({"target_modules": ["q_proj", 3]}, "target_modules holds 3, which is no string"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [0, 3]}, "names layer 3, in which nothing is selected"),
         ({"target_modules": r"((("}, "regular expression"),
         ({"target_modules": ["q_proj"], "rank_pattern": {"(": 2}}, "regular expression"),

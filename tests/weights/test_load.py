@@ -54,9 +54,16 @@ def test_a_head_of_its_own_is_refused_where_the_config_ties_it(tmp_path, prefix,
         load_parameters(*arguments, ignored=lambda name: name == "lm_head.weight")
 
 
-def test_weights_that_were_not_fetched_whole_are_named(tmp_path):
-    save_file({NAME: torch.ones(64)}, tmp_path / SINGLE_FILE)
-    whole = (tmp_path / SINGLE_FILE).read_bytes()
-    (tmp_path / SINGLE_FILE).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match=rf"{SINGLE_FILE} cannot be read as safetensors: .* Fetch it again"):
-        open_checkpoint(tmp_path).__enter__()
+@pytest.mark.parametrize("size", [0, 5, -1])
+def test_a_file_that_a_download_left_incomplete_is_named(tmp_path, size):
+    save_file({NAME: torch.ones(2)}, tmp_path / SINGLE_FILE)
+    (tmp_path / SINGLE_FILE).write_bytes((tmp_path / SINGLE_FILE).read_bytes()[:size])
+    with pytest.raises(ConfigError, match=f"{SINGLE_FILE} cannot be read as safetensors"), open_checkpoint(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_named(tmp_path, text):
+    (tmp_path / INDEX_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=f"{INDEX_FILE} is no index"), open_checkpoint(tmp_path):
+        pass

@@ -22,9 +22,16 @@ def family_of(config: PretrainedConfig) -> DenseFamily:
         config: transformers configuration.
 
     Raises:
-        ConfigError: If the model type is unknown, its attention is latent, or the checkpoint is quantised or in a file
-            of another name.
+        ConfigError: If the model type is unknown, its attention is latent, its layers differ in their fields, or the
+            checkpoint is quantised or in a file of another name.
     """
+    # transformers reads other values for such a layer, or refuses to read any. Older releases keep the field as it is.
+    varied = config.to_dict().get("per_layer_config")
+    if varied:
+        raise ConfigError(
+            f"per_layer_config in the model's config sets fields of single layers ({', '.join(map(str, varied))}), "
+            "which is not supported: every layer is built alike. Take it out if the layers do not differ."
+        )
     if getattr(config, "kv_lora_rank", None):
         raise ConfigError(
             f"model_type {config.model_type!r} has multi-head latent attention (kv_lora_rank={config.kv_lora_rank}), "

@@ -73,9 +73,9 @@ class DenseFamily:
             config: transformers configuration.
 
         Raises:
-            ConfigError: For an activation other than SiLU, a dropout in attention, attention in both directions, an
-                unknown kind of layer, a window that is not set or empty, or a rotary scaling that packing cannot
-                reproduce.
+            ConfigError: For an activation other than SiLU, a dropout in attention, attention in both directions, heads
+                that do not share keys evenly, an unknown kind of layer, a window that is not set or empty, or a rotary
+                scaling that packing cannot reproduce.
         """
         if config.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' (SwiGLU) is.")
@@ -89,6 +89,12 @@ class DenseFamily:
             raise ConfigError(
                 f"is_causal={config.is_causal} in the model's config lets transformers attend to later tokens too, the "
                 "learned ones among them. Take is_causal out of the config to train the model as a causal one."
+            )
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        if groups < 1 or heads % groups:
+            raise ConfigError(
+                f"num_attention_heads={heads} in the model's config is not a multiple of num_key_value_heads={groups}, "
+                "so no key belongs to a whole number of queries."
             )
         layer_types = getattr(config, "layer_types", None) or []
         unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})

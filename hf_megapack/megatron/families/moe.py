@@ -208,7 +208,18 @@ def _check_groups(settings: ExpertSettings) -> None:
 
 
 def sparse_steps(config: PretrainedConfig) -> tuple[bool, ...]:
-    """Return which layers have experts, from `decoder_sparse_step` and `mlp_only_layers`."""
+    """Return which layers have experts, from `decoder_sparse_step` and `mlp_only_layers`.
+
+    Args:
+        config: transformers configuration.
+
+    Raises:
+        ConfigError: If the step is 0.
+    """
+    if config.decoder_sparse_step == 0:
+        raise ConfigError(
+            "decoder_sparse_step=0 in the model's config leaves open which layers have experts. Give 1 for every layer."
+        )
     return tuple(
         layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
