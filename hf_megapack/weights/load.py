@@ -23,6 +23,8 @@ SINGLE_FILE = "model.safetensors"
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_PER_READ = 4096
+# safetensors' names of the types that a weight may have.
+_FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -140,6 +142,19 @@ class CheckpointReader:
         # Glm4Moe with n_shared_experts=0 has some, of an expert without a width.
         return sorted(n for n in names if 0 not in self._handle_of[n].get_slice(n).get_shape())
 
+    def quantised(self, rules: Iterable[WeightRule]) -> dict[str, str]:
+        """Return the stored names of weights that a rule reads and that are no floats of 16 bits or more.
+
+        Args:
+            rules: Every rule of the whole model.
+
+        Returns:
+            Name to the type's name in safetensors.
+        """
+        stored = {self._stored_name(source) for rule in rules for source in rule.stored_names()}
+        types = {n: self._handle_of[n].get_slice(n).get_dtype() for n in sorted(stored & self._handle_of.keys())}
+        return {name: kind for name, kind in types.items() if kind not in _FLOATING}
+
 
 def _open_file(path: Path) -> Any:
     try:
@@ -244,8 +259,8 @@ def load_parameters(
 
     Raises:
         BackendError: If a weight is missing, has another shape, or a parameter has no rule.
-        ConfigError: If the checkpoint holds weights that the model does not have, one under two names, or a head of
-            its own where the model's is tied.
+        ConfigError: If the checkpoint holds weights that the model does not have, one under two names or quantised, or
+            a head of its own where the model's is tied.
     """
     rules = list(rules)
     unclaimed = sorted(set(parameters) - {rule.parameter for rule in rules})
@@ -257,6 +272,12 @@ def load_parameters(
             raise ConfigError(
                 f"{folder} holds {len(extra)} weights that the model of its config.json does not have, the first "
                 f"{', '.join(extra[:3])}. Quantised checkpoints and other architectures cannot be trained."
+            )
+        if quantised := reader.quantised(rules):
+            name, kind = next(iter(quantised.items()))
+            raise ConfigError(
+                f"{folder} holds {len(quantised)} quantised weights, the first {name} as {kind}; what scales they have "
+                "is nowhere said. Take the checkpoint in bfloat16, float16 or float32."
             )
         for rule in rules:
             _check_has_one_name(reader, rule)

@@ -1,6 +1,7 @@
 """Which of a folder's files are the model."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -67,3 +68,12 @@ def test_an_index_that_is_none_is_named(tmp_path, text):
     (tmp_path / INDEX_FILE).write_text(text)
     with pytest.raises(ConfigError, match=f"{INDEX_FILE} is no index"), open_checkpoint(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float16, "")])
+def test_quantised_weights_are_refused_whatever_their_config_says(tmp_path, dtype, kind):
+    save_file({NAME: torch.ones(2).to(dtype)}, tmp_path / SINGLE_FILE)
+    rule = WeightRule(parameter="norm", sources=(NAME,), role="norm")
+    arguments = (tmp_path, [rule], {"norm": torch.zeros(2)}, HeadLayout(num_heads=1, num_groups=1, head_dim=2))
+    with pytest.raises(ConfigError, match=f"the first {NAME} as {kind};") if kind else nullcontext():
+        load_parameters(*arguments)
