@@ -1,6 +1,7 @@
 """Templates that rewrite, leave out or mark wrongly what a conversation holds are errors that say what to do."""
 
 import pickle
+import re
 
 import pytest
 
@@ -160,6 +161,29 @@ def test_tags_around_a_user_turn_are_refused_at_once():
     )
     with pytest.raises(ConfigError, match="reach outside assistant turns"):
         ChatTransform(load_tokenizer(), chat_template=tagged_user)
+
+
+HEADER = "<|im_start|>{{ m.role }}\n"
+TURN = HEADER + (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "where"),
+    [
+        ("{% macro say(m) %}" + TURN + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}", "a macro"),
+        ("{% for m in messages %}{% set t %}" + TURN + "{% endset %}{{ t }}{% endfor %}", "a {% set %} block"),
+        ("{% for m in messages %}{% filter trim %}" + TURN + "{% endfilter %}{% endfor %}", "a {% filter %} block"),
+        ("{% for m in messages recursive %}" + TURN + "{% endfor %}", "a recursive loop"),
+        ("{% for m in messages %}{% generation %}" + TURN + "{% endgeneration %}{% endfor %}", "a {% call %} block"),
+    ],
+)
+def test_tags_in_text_that_is_put_together_first_are_refused(template, where):
+    """There the library's spans begin with the header and end before the answer does."""
+    with pytest.raises(ConfigError, match=f"generation tags .* stand inside {re.escape(where)}.* .line 1."):
+        ChatTransform(load_tokenizer(), chat_template=template)
 
 
 def test_turns_without_a_learned_end_token_are_said_once(caplog):
