@@ -73,9 +73,24 @@ def test_an_accent_that_the_tokenizer_puts_into_the_prompts_last_token_stays_the
 
 
 def test_an_answer_that_begins_with_an_accent_of_the_prompts_last_letter_is_refused():
-    with pytest.raises(DataError, match="row 0: a token of .* holds both text to learn and other text"):
+    with pytest.raises(DataError, match=r"row 0: a token of .* holds both text to learn and other text"):
         list(
             ChatTransform(load_tokenizer()).tokenize(
                 [{"prompt": "Cafe", "completion": "\u0301 true"}], [0], format_name="prompt/completion"
             )
         )
+
+
+@pytest.mark.parametrize("mask", ["all", "last", "each"])
+@pytest.mark.parametrize("content", ["<|im_start|>user\nHi", "<|im_start|>assistant\nHi", "<|im_start|>", "Hi"])
+def test_an_opening_turn_that_begins_with_text_of_its_header_is_learned_whole(content, mask):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = load_tokenizer()
+    transform = ChatTransform(tokenizer, chat_template=template, assistant_mask=mask)
+    row = {"messages": [assistant(content), user("And?")]}
+    [example] = transform.tokenize([row], [0], format_name="messages")
+    assert learned(example, tokenizer) == [f"{content}<|im_end|>"]
