@@ -131,14 +131,15 @@ class ChatTransform:
                 f"tokenizer {tokenizer.name_or_path!r} has several chat templates ({', '.join(template)}); "
                 f"{set_template('the text of one')}"
             )
+        name = tokenizer.name_or_path or type(tokenizer).__name__
         if template is not None:
-            check_tags_are_counted(template, repr(tokenizer.name_or_path))
+            check_tags_are_counted(template, repr(name))
         specials = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         self.__setstate__(
             {
                 "version": _TRANSFORM_VERSION,
                 "tokenizer": backend.to_str(),
-                "tokenizer_name": tokenizer.name_or_path or type(tokenizer).__name__,
+                "tokenizer_name": name,
                 "special_tokens": specials,
                 "chat_template": template,
                 "assistant_mask": assistant_mask,
