@@ -1,6 +1,5 @@
 """What a chat template does with every conversation, learned from a made-up one."""
 
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -46,17 +45,14 @@ class TemplateHabits:
                 continue
         return [header for header in headers if header is not None]
 
-    def first_prompt(self, before: str, end_token: re.Pattern[str]) -> str:
+    def first_prompt(self, before: str) -> str:
         """Return the text before a turn that opens a conversation, as the generation prompt would leave it.
 
         Args:
-            before: What the template wrote before it, with the header, a part of it (with a control token) or none.
-            end_token: Matches any control token.
+            before: What the template wrote before it, with or without the header.
         """
         header = self.headers[0]
-        written = [size for size in range(len(header), 0, -1) if before.endswith(header[:size])]
-        size = next((size for size in written if end_token.search(header[:size])), 0)
-        return before + header[size:]
+        return before if before.endswith(header) else before + header
 
     def header(self, conversation: Conversation, turn: int, row: int, invitation: Mapping[str, Any]) -> str | None:
         """Return what the generation prompt before a turn adds to what earlier messages wrote.
