@@ -4,6 +4,8 @@ Lists of names, because a column or key may hold anything; those listed hold wha
 template renders a key of a message is asked elsewhere.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +40,13 @@ MESSAGE_KEYS = {
     **dict.fromkeys(("text", "value", "parts", "refusal"), _TEXT),
     **dict.fromkeys(("tools", "functions"), "templates look for the column tools"),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be learned"),
+}
+
+# Key of a tool call under which arguments or a result would vanish -> where templates look for such a thing.
+_ARGUMENTS = ("arguments", "parameters", "params", "args", "kwargs", "input", "inputs")
+CALL_KEYS = {
+    **dict.fromkeys(_ARGUMENTS, "arguments"),
+    **dict.fromkeys(("result", "results", "response", "output", "outputs"), 'a message with role "tool"'),
 }
 
 _ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
@@ -77,6 +86,29 @@ def drop_nulls(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [drop_nulls(item) for item in value]
     return value
+
+
+def read_json(text: str, what: str) -> Any:
+    """Return what a JSON text says.
+
+    Args:
+        text: The text.
+        what: Row, and what the text is, in the plural.
+
+    Raises:
+        DataError: If it is broken, or says two things under one key, of which only the last would be kept.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(key for key, _ in pairs)
+        if twice := [key for key, count in counts.items() if count > 1]:
+            raise DataError(f"{what} have the key {twice[0]!r} more than once in one JSON object; keep one of them")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{what} are broken JSON: {error}") from error
 
 
 def holds_something(value: Any) -> bool:

@@ -31,6 +31,7 @@ from hf_megapack.data.lengths import LengthPolicy, Outcome, log_outcomes
 from hf_megapack.data.masks import mask_tokens, split_edges, token_extents
 from hf_megapack.data.refusals import check_size_of_each, set_template
 from hf_megapack.data.rendering import TemplateRenderer
+from hf_megapack.data.tags import check_tags_are_counted
 from hf_megapack.data.template import ChatTemplate, Span
 from hf_megapack.errors import ConfigError, DataError
 
@@ -45,7 +46,7 @@ COLUMNS = {
 }
 
 # Bump when the same row would give other tokens, another mask or an error, so that cached maps are not reused.
-_TRANSFORM_VERSION = 6
+_TRANSFORM_VERSION = 7
 _CHARACTERS_PER_CALL = 2_000_000
 # Templates with variables of their own that are kept; rows usually have a few settings, such as thinking or not.
 _MOST_TEMPLATES = 64
@@ -130,12 +131,15 @@ class ChatTransform:
                 f"tokenizer {tokenizer.name_or_path!r} has several chat templates ({', '.join(template)}); "
                 f"{set_template('the text of one')}"
             )
+        name = tokenizer.name_or_path or type(tokenizer).__name__
+        if template is not None:
+            check_tags_are_counted(template, repr(name))
         specials = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         self.__setstate__(
             {
                 "version": _TRANSFORM_VERSION,
                 "tokenizer": backend.to_str(),
-                "tokenizer_name": tokenizer.name_or_path or type(tokenizer).__name__,
+                "tokenizer_name": name,
                 "special_tokens": specials,
                 "chat_template": template,
                 "assistant_mask": assistant_mask,
@@ -304,7 +308,7 @@ class ChatTransform:
         for draft, (ids, offsets) in zip(drafts, encoded, strict=True):
             where = f"row {draft.row}" if draft.turn < 0 else f"row {draft.row}, turn {draft.turn}"
             ids, offsets = self._take_apart(draft, ids, offsets, where)
-            mask = mask_tokens(draft.text, token_extents(offsets), draft.spans)
+            mask = mask_tokens(draft.text, token_extents(draft.text, offsets), draft.spans)
             if not draft.is_chat:
                 ids, mask = self._end_text(ids, mask)
             if draft.has_other_turns and mask.all():
@@ -315,7 +319,7 @@ class ChatTransform:
         self, draft: _Draft, ids: np.ndarray, offsets: np.ndarray, where: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokenize what is learned apart from the rest, where one token would hold text of both."""
-        extents = token_extents(offsets)
+        extents = token_extents(draft.text, offsets)
         for is_strict in (True, False):
             edges = split_edges(draft.text, extents, draft.spans, is_strict=is_strict)
             if not edges:

@@ -6,17 +6,17 @@ changed; a template that then writes the same text did not use it.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_megapack.data.beside import MESSAGE_KEYS, REASONING_KEYS, holds_something
+from hf_megapack.data.beside import CALL_KEYS, MESSAGE_KEYS, REASONING_KEYS, holds_something
 from hf_megapack.data.formats import Conversation
 from hf_megapack.data.refusals import set_template
 from hf_megapack.errors import DataError
 
 _MARK = "Zq7x"
-# Longer texts do not turn up by chance in what else a template writes.
+# Longer texts do not turn up by chance in what a template writes of its own.
 _MOST_CHANCE_CHARACTERS = 40
 
 
@@ -66,10 +66,7 @@ class CompletenessCheck:
             self._refuse_if_unused(replace(self.conversation, tools=None), None, "every one of the given tools")
         suspects = []
         said = "\n".join(message["content"] for message in self.conversation.messages)
-        is_short = any(
-            len(message["content"]) <= _MOST_CHANCE_CHARACTERS for message in self.conversation.messages[first:]
-        )
-        beside = self._beside() if is_short else ""
+        beside = self._beside()
         for turn, message in enumerate(self.conversation.messages[first:], first):
             if self._is_hidden(message, said, beside):
                 suspects.append(_Suspect(turn=turn, what="the text of this turn", change=_change_content))
@@ -84,32 +81,38 @@ class CompletenessCheck:
         """Return what the render may hold beside the texts of the turns."""
         keys = [{**message, "content": ""} for message in self.conversation.messages]
         given = [part for part in (self.conversation.tools, *keys) if part]
-        return "\n".join([self.habits, *map(str, given)])
+        return "\n".join([self.habits, *map(str, given), *_texts(keys)])
 
     def _is_hidden(self, message: dict[str, Any], said: str, beside: str) -> bool:
         """Tell whether a turn's text is not in the render as often as it was said, in other turns' text included.
 
-        A short text that may stand there for another reason, such as in a header, counts as hidden.
+        A text that may stand there for another reason, in a header or in the arguments of a call, counts as hidden.
         """
         content = message["content"].strip()
         if not content:
             return message["role"] != "assistant"
-        is_by_chance = len(content) <= _MOST_CHANCE_CHARACTERS and content in beside
-        return is_by_chance or self.text.count(content) < said.count(content)
+        return content in beside or self.text.count(content) < said.count(content)
 
     def _suspect_reasoning(self, turn: int, message: dict[str, Any]) -> list[_Suspect]:
         if turn not in self.spans:
             return []
         content, reasoning = message["content"], message.get("reasoning_content")
         if isinstance(reasoning, str):
-            change = _change_reasoning
+            change, answer = _change_reasoning, content
         elif "</think>" in content:
-            reasoning, change = content.split("</think>")[0].split("<think>")[-1], _change_inline_reasoning
+            thought, answer = content.split("</think>", 1)
+            reasoning, change = thought.split("<think>")[-1], _change_inline_reasoning
         else:
             return []
-        if reasoning.strip() in self._shown(turn):
+        reasoning = reasoning.strip()
+        if not reasoning or (len(reasoning) > _MOST_CHANCE_CHARACTERS and self._is_said_twice(turn, reasoning, answer)):
             return []
         return [_Suspect(turn=turn, what="the reasoning of this turn", change=change)]
+
+    def _is_said_twice(self, turn: int, reasoning: str, answer: str) -> bool:
+        """Tell whether a learned turn shows its reasoning, and once more for each time that the answer repeats it."""
+        calls = "\n".join(_texts(self.conversation.messages[turn].get("tool_calls", [])))
+        return self._shown(turn).count(reasoning) > answer.count(reasoning) + calls.count(reasoning)
 
     def _suspect_keys(self, turn: int, message: dict[str, Any]) -> list[_Suspect]:
         suspects = []
@@ -117,12 +120,17 @@ class CompletenessCheck:
             value = message.get(key)
             if not holds_something(value) or (key in REASONING_KEYS and turn not in self.spans):
                 continue
-            # A key that repeats the turn's text is not lost.
-            shown = self._shown(turn) if turn in self.spans else message["content"]
-            if not isinstance(value, str) or value.strip() not in shown:
+            if not isinstance(value, str) or not self._is_repeated(turn, key, value.strip()):
                 what = f"the key {key!r} of this turn ({MESSAGE_KEYS[key]})"
                 suspects.append(_Suspect(turn=turn, what=what, change=_change_key(key)))
         return suspects
+
+    def _is_repeated(self, turn: int, key: str, value: str) -> bool:
+        """Tell whether a key repeats the turn's text, so that it is not lost; reasoning is no part of the answer."""
+        content = self.conversation.messages[turn]["content"]
+        if turn not in self.spans:
+            return value in content
+        return self._is_said_twice(turn, value, content) if key in REASONING_KEYS else value in self._shown(turn)
 
     def _suspect_call(self, turn: int, message: dict[str, Any], position: int) -> list[_Suspect]:
         call = message["tool_calls"][position]
@@ -131,11 +139,19 @@ class CompletenessCheck:
         # What is not learned may stand anywhere, and so may its text: every tool's name is in the list of tools.
         shown = self._shown(turn) if turn in self.spans else ""
         parts = [("name", name not in shown), ("arguments", _as_json(arguments) not in shown)]
-        return [
+        suspects = [
             _Suspect(turn=turn, what=f"the {part} of tool call {name!r}", change=_change_call(position, part))
             for part, is_suspect in parts
             if is_suspect
         ]
+        for key in CALL_KEYS:
+            # Under `function`, or beside it.
+            for is_inside in (True, False) if "function" in call else (False,):
+                value = (function if is_inside else call).get(key)
+                if holds_something(value) and value != arguments:
+                    what = f"the key {key!r} of tool call {name!r} (templates look for {CALL_KEYS[key]})"
+                    suspects.append(_Suspect(turn=turn, what=what, change=_drop_from_call(position, key, is_inside)))
+        return suspects
 
     def _shown(self, turn: int) -> str:
         """Return the part of the render in which a learned turn should be: its spans."""
@@ -202,7 +218,7 @@ def _change_key(key: str) -> Callable[[dict[str, Any], str], dict[str, Any]]:
     def change(message: dict[str, Any], mark: str) -> dict[str, Any]:
         if isinstance(message[key], str):
             return {**message, key: message[key] + mark}
-        return {name: value for name, value in message.items() if name != key}
+        return _without(message, key)
 
     return change
 
@@ -219,6 +235,37 @@ def _change_call(position: int, part: str) -> Callable[[dict[str, Any], str], di
         return {**message, "tool_calls": calls}
 
     return change
+
+
+def _drop_from_call(position: int, key: str, is_inside: bool) -> Callable[[dict[str, Any], str], dict[str, Any]]:
+    """Return a change that takes a key out of a tool call, or out of its `function`."""
+
+    def change(message: dict[str, Any], mark: str) -> dict[str, Any]:
+        calls = list(message["tool_calls"])
+        call = calls[position]
+        if is_inside:
+            calls[position] = {**call, "function": _without(call["function"], key)}
+        else:
+            calls[position] = _without(call, key)
+        return {**message, "tool_calls": calls}
+
+    return change
+
+
+def _without(given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != key}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a nesting of dicts and lists, as it stands there."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
 
 
 def _as_json(value: Any) -> str:

@@ -4,7 +4,6 @@ What leaves here is normalised: no null fillers, content is a string, tool argum
 separate from the messages. Nothing here renders a template or tokenises.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -19,6 +18,7 @@ from hf_megapack.data.beside import (
     check_role,
     check_token_columns,
     drop_nulls,
+    read_json,
     read_template_kwargs,
 )
 from hf_megapack.errors import DataError
@@ -238,10 +238,8 @@ def _read_tool_call(raw: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: a tool call needs a name, got {_brief(raw)}")
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"{where}: the arguments of tool call {call['name']!r} are broken JSON: {error}") from error
+        what = f"{where}: the arguments of tool call {call['name']!r}"
+        arguments = read_json(arguments, what) if arguments.strip() else {}
     if not isinstance(arguments, Mapping):
         raise DataError(f"{where}: the arguments of tool call {call['name']!r} must be a dict, got {_brief(arguments)}")
     call["arguments"] = arguments
@@ -268,25 +266,18 @@ def _read_tools(tools: Any, row_index: int) -> list[dict[str, Any]] | None:
     """Return tool schemas from a list of dicts, a list of JSON strings or one JSON string; None when there are none."""
     is_text = isinstance(tools, str)
     if is_text:
-        tools = _parse_json(tools, row_index) if tools.strip() else None
+        tools = read_json(tools, f"row {row_index}: tools") if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list):
         raise DataError(f"row {row_index}: tools must be a list of JSON schemas, got {_brief(tools)}")
     # Nulls of JSON text are the tools' own: no columnar store has touched it.
     schemas = tools if is_text else map(drop_nulls, tools)
-    schemas = [_parse_json(tool, row_index) if isinstance(tool, str) else tool for tool in schemas]
+    schemas = [read_json(tool, f"row {row_index}: tools") if isinstance(tool, str) else tool for tool in schemas]
     for schema in schemas:
         if not isinstance(schema, dict) or not isinstance(schema.get("function", schema), dict):
             raise DataError(f"row {row_index}: a tool must be a JSON schema (a dict), got {_brief(schema)}")
     return schemas
-
-
-def _parse_json(text: str, row_index: int) -> Any:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"row {row_index}: tools are broken JSON: {error}") from error
 
 
 def _from_sharegpt(turns: Any, row_index: int) -> Any:

@@ -45,6 +45,15 @@ class TemplateHabits:
                 continue
         return [header for header in headers if header is not None]
 
+    def first_prompt(self, before: str) -> str:
+        """Return the text before a turn that opens a conversation, as the generation prompt would leave it.
+
+        Args:
+            before: What the template wrote before it, with or without the header.
+        """
+        header = self.headers[0]
+        return before if before.endswith(header) else before + header
+
     def header(self, conversation: Conversation, turn: int, row: int, invitation: Mapping[str, Any]) -> str | None:
         """Return what the generation prompt before a turn adds to what earlier messages wrote.
 

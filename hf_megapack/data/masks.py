@@ -13,10 +13,14 @@ from hf_megapack.data.template import Span
 Extents = tuple[np.ndarray, np.ndarray]
 
 
-def token_extents(offsets: np.ndarray) -> Extents:
-    """Return where each token's text begins and ends, giving whitespace that offsets leave out to the next token.
+def token_extents(text: str, offsets: np.ndarray) -> Extents:
+    """Return where each token's text begins and ends.
+
+    Offsets leave out whitespace, which goes to the next token, and what a normaliser put together with the character
+    before it (an accent of its own), which stays with the token before.
 
     Args:
+        text: What was tokenized.
         offsets: Character offsets as a fast tokenizer reports them, some with leading whitespace trimmed. int,
             shape (num_tokens, 2).
 
@@ -24,12 +28,18 @@ def token_extents(offsets: np.ndarray) -> Extents:
         Begin and end of each token, both int64, shape (num_tokens,), both non-decreasing.
 
     Example:
-        >>> [extent.tolist() for extent in token_extents(np.array([[0, 2], [3, 5], [6, 6]]))]
+        >>> [extent.tolist() for extent in token_extents("ab cd ", np.array([[0, 2], [3, 5], [6, 6]]))]
         [[0, 2, 5], [2, 5, 6]]
+        >>> [extent.tolist() for extent in token_extents("e\u0301x", np.array([[0, 1], [2, 3]]))]
+        [[0, 2], [2, 3]]
     """
+    begins = np.maximum.accumulate(offsets[:, 0])
     ends = np.maximum.accumulate(offsets[:, 1])
+    gaps = np.flatnonzero(ends[:-1] < begins[1:])
+    left_out = zip(ends[gaps].tolist(), begins[gaps + 1].tolist(), strict=True)
+    ends[gaps] += np.array([len(text[end:begin].rstrip()) for end, begin in left_out], dtype=np.int64)
     before = np.concatenate(([0], ends[:-1])) if len(ends) else ends
-    return np.minimum(np.maximum.accumulate(offsets[:, 0]), before), ends
+    return np.minimum(begins, before), ends
 
 
 def mask_tokens(text: str, extents: Extents, spans: Sequence[Span]) -> np.ndarray:
@@ -46,7 +56,7 @@ def mask_tokens(text: str, extents: Extents, spans: Sequence[Span]) -> np.ndarra
         uint8, shape (num_tokens,).
 
     Example:
-        >>> mask_tokens("ab cd", token_extents(np.array([[0, 2], [2, 5]])), [(3, 5)]).tolist()
+        >>> mask_tokens("ab cd", token_extents("ab cd", np.array([[0, 2], [2, 5]])), [(3, 5)]).tolist()
         [0, 1]
     """
     starts, ends = extents
@@ -79,9 +89,9 @@ def split_edges(text: str, extents: Extents, spans: Sequence[Span], *, is_strict
         Positions in the text, ascending.
 
     Example:
-        >>> split_edges("ab>cd", token_extents(np.array([[0, 2], [2, 5]])), [(3, 5)], is_strict=False)
+        >>> split_edges("ab>cd", token_extents("ab>cd", np.array([[0, 2], [2, 5]])), [(3, 5)], is_strict=False)
         [3]
-        >>> extents = token_extents(np.array([[0, 2], [2, 5]]))
+        >>> extents = token_extents("ab cd", np.array([[0, 2], [2, 5]]))
         >>> [split_edges("ab cd", extents, [(3, 5)], is_strict=is_strict) for is_strict in (True, False)]
         [[3], []]
     """

@@ -1,10 +1,53 @@
-"""A quick look at whether generation tags mark the assistant turns of a conversation and nothing else."""
+"""Whether generation tags can be believed: where they stand in the template, and what they mark of a conversation."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError, nodes
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
 from hf_megapack.data.regions import Span
+from hf_megapack.errors import ConfigError
+
+# What a template writes in these is put together first and placed later; transformers counts from where they begin.
+_PUT_TOGETHER = {
+    nodes.Macro: "a macro",
+    nodes.AssignBlock: "a {% set %} block",
+    nodes.FilterBlock: "a {% filter %} block",
+    nodes.CallBlock: "a {% call %} block or another tag",
+    nodes.For: "a recursive loop",
+}
+
+
+def check_tags_are_counted(template: str, name: str) -> None:
+    """Refuse generation tags inside text that the template puts together before it writes it.
+
+    Args:
+        template: The Jinja template.
+        name: Tokenizer name for error messages.
+
+    Raises:
+        ConfigError: If there are such tags: they would mark other characters than those inside them.
+    """
+    try:
+        tree = _compile_jinja_template(template).environment.parse(template)
+    except TemplateError:
+        return  # It cannot be rendered either, which says more.
+    for kind, what in _PUT_TOGETHER.items():
+        for outer in tree.find_all(kind):
+            is_written_at_once = isinstance(outer, nodes.For) and not outer.recursive
+            if not is_written_at_once and any(map(_is_tag, outer.find_all(nodes.CallBlock))):
+                raise ConfigError(
+                    f"generation tags in the chat template of {name} stand inside {what} (line {outer.lineno}), where "
+                    "transformers finds other characters than those between them; write the header before them and "
+                    "the tags outside of it, around the text that it gives"
+                )
+
+
+def _is_tag(block: nodes.CallBlock) -> bool:
+    function = block.call.node
+    return isinstance(function, nodes.ExtensionAttribute) and function.name == "_generation_support"
 
 
 def spans_hold_their_turns(

@@ -180,7 +180,7 @@ class ChatTemplate:
         if turn:
             prompt = self._renderer.render(conversation, row, stop=turn, prompt=True)
         else:
-            prompt = text[:start] + self._habits.headers[0]
+            prompt = self._habits.first_prompt(text[:start])
         shared = common_length(text, prompt)
         if is_exact and shared == len(prompt):
             cut = shared

@@ -1,6 +1,7 @@
 """Templates that rewrite, leave out or mark wrongly what a conversation holds are errors that say what to do."""
 
 import pickle
+import re
 
 import pytest
 
@@ -121,6 +122,69 @@ def test_a_dropped_turn_is_noticed_though_a_header_a_tool_or_a_call_holds_its_te
     assert tokenize([{"messages": messages, "tools": tools}], tokenizer, assistant_mask=mask)
 
 
+LONG = "The parcel was sent to Rome on Monday,\nand it will arrive at the station on Friday."
+WITH_CALLS = WITHOUT_TOOLS.replace(" and m.content", "").replace(
+    "{{ m.content }}",
+    "{{ m.reasoning_content }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("mask", ["all", "last", "each"])
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([user("x"), call({"text": LONG}), {"role": "tool", "content": LONG}, assistant("done")], "turn 2 .tool."),
+        (
+            [{"role": "system", "content": LONG}, user("x"), assistant("done", reasoning_content=f"So: {LONG}")],
+            "turn 0 .system.",
+        ),
+    ],
+)
+def test_a_dropped_turn_is_noticed_though_a_call_or_reasoning_repeats_its_long_text(messages, problem, mask):
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = WITH_CALLS
+    with pytest.raises(DataError, match=f"row 0, {problem}: .* leaves out the text of this turn"):
+        tokenize([{"messages": messages}], tokenizer, assistant_mask=mask)
+    tokenizer.chat_template = WITH_CALLS.replace("m.role == 'user' or", "m.role != 'assistant' or")
+    assert tokenize([{"messages": messages}], tokenizer, assistant_mask=mask)
+
+
+@pytest.mark.parametrize("thought", ["2+2", LONG.replace("\n", " ")])
+@pytest.mark.parametrize("form", ["reasoning_content", "thinking", "inline"])
+def test_dropped_reasoning_is_noticed_though_the_answer_repeats_it(thought, form):
+    answer = f"{thought} is it."
+    turn = assistant(f"<think>{thought}</think>{answer}") if form == "inline" else assistant(answer, **{form: thought})
+    row = {"messages": [user("?"), turn]}
+    name = "deepseek_v3_1" if form == "inline" else "smollm2"
+    with pytest.raises(DataError, match=r"row 0, turn 1 .assistant.: .* leaves out the (reasoning|key 'thinking')"):
+        tokenize([row], load_tokenizer(name), assistant_mask="each")
+    [example] = tokenize([row], load_tokenizer("qwen3"), assistant_mask="each")
+    assert learned_texts(example, load_tokenizer("qwen3")) == [f"<think>\n{thought}\n</think>\n\n{answer}<|im_end|>"]
+
+
+@pytest.mark.parametrize("mask", ["all", "last", "each"])
+@pytest.mark.parametrize(
+    ("tool_call", "key"),
+    [
+        ({"type": "function", "function": {"name": "find_flight", "parameters": {"n": 1}}}, "parameters"),
+        ({"type": "function", "function": {"name": "find_flight"}, "arguments": {"n": 1}}, "arguments"),
+        ({"name": "find_flight", "args": {"to": "Rome"}, "id": "x", "type": "tool_call"}, "args"),
+        ({"name": "find_flight", "input": {"to": "Rome"}, "id": "x", "type": "tool_use"}, "input"),
+        ({"name": "find_flight", "arguments": {"to": "Rome"}, "result": "3 flights"}, "result"),
+    ],
+)
+def test_what_a_tool_call_holds_under_another_name_does_not_vanish(tool_call, key, mask):
+    row = {"messages": [user("Fly"), assistant("", tool_calls=[tool_call]), user("So?"), assistant("Yes.")]}
+    with pytest.raises(DataError, match=f"turn 1 .assistant.: .* leaves out the key '{key}' of tool call 'find_fl"):
+        tokenize([row], load_tokenizer(), assistant_mask=mask)
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = WITHOUT_TOOLS.replace(" and m.content", "").replace(
+        "{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}"
+    )
+    assert tokenize([row], tokenizer, assistant_mask=mask)
+
+
 def test_system_text_that_a_template_drops_is_refused():
     """Mistral's template writes the system text only when the last message is the user's."""
     with pytest.raises(DataError, match="row 0"):
@@ -160,6 +224,29 @@ def test_tags_around_a_user_turn_are_refused_at_once():
     )
     with pytest.raises(ConfigError, match="reach outside assistant turns"):
         ChatTransform(load_tokenizer(), chat_template=tagged_user)
+
+
+HEADER = "<|im_start|>{{ m.role }}\n"
+TURN = HEADER + (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "where"),
+    [
+        ("{% macro say(m) %}" + TURN + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}", "a macro"),
+        ("{% for m in messages %}{% set t %}" + TURN + "{% endset %}{{ t }}{% endfor %}", "a {% set %} block"),
+        ("{% for m in messages %}{% filter trim %}" + TURN + "{% endfilter %}{% endfor %}", "a {% filter %} block"),
+        ("{% for m in messages recursive %}" + TURN + "{% endfor %}", "a recursive loop"),
+        ("{% for m in messages %}{% generation %}" + TURN + "{% endgeneration %}{% endfor %}", "a {% call %} block"),
+    ],
+)
+def test_tags_in_text_that_is_put_together_first_are_refused(template, where):
+    """There the library's spans begin with the header and end before the answer does."""
+    with pytest.raises(ConfigError, match=f"generation tags .* stand inside {re.escape(where)}.* .line 1."):
+        ChatTransform(load_tokenizer(), chat_template=template)
 
 
 def test_turns_without_a_learned_end_token_are_said_once(caplog):

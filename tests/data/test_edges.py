@@ -4,6 +4,7 @@ import pytest
 from tokenizers import pre_tokenizers, processors
 
 from hf_megapack.data.chat import ChatTransform
+from hf_megapack.errors import DataError
 from tests.helpers.assets import load_tokenizer
 from tests.helpers.chats import assistant, learned_texts, user
 
@@ -55,3 +56,41 @@ def test_a_tokenizer_that_writes_no_answer_without_a_space_keeps_the_token_of_bo
         [{"prompt": "x: ", "completion": "true"}], [0], format_name="prompt/completion"
     )
     assert learned(example, tokenizer) == [" true<|im_end|>"]
+
+
+@pytest.mark.parametrize("trims_offsets", [False, True])
+@pytest.mark.parametrize("prompt", ["Cafe\u0301", "a\u0300\u0323", "x e\u0301 "])
+def test_an_accent_that_the_tokenizer_puts_into_the_prompts_last_token_stays_there(prompt, trims_offsets):
+    """The offsets of a composed character leave out the accent; it must not count as text of the answer's first."""
+    tokenizer = load_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims_offsets)
+    [example] = ChatTransform(tokenizer).tokenize(
+        [{"prompt": prompt, "completion": "true"}], [0], format_name="prompt/completion"
+    )
+    before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert example.input_ids[: len(before)].tolist() == before
+    assert learned(example, tokenizer) == ["true<|im_end|>"]
+
+
+def test_an_answer_that_begins_with_an_accent_of_the_prompts_last_letter_is_refused():
+    with pytest.raises(DataError, match=r"row 0: a token of .* holds both text to learn and other text"):
+        list(
+            ChatTransform(load_tokenizer()).tokenize(
+                [{"prompt": "Cafe", "completion": "\u0301 true"}], [0], format_name="prompt/completion"
+            )
+        )
+
+
+@pytest.mark.parametrize("mask", ["all", "last", "each"])
+@pytest.mark.parametrize("content", ["<|im_start|>user\nHi", "<|im_start|>assistant\nHi", "<|im_start|>", "Hi"])
+def test_an_opening_turn_that_begins_with_text_of_its_header_is_learned_whole(content, mask):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = load_tokenizer()
+    transform = ChatTransform(tokenizer, chat_template=template, assistant_mask=mask)
+    row = {"messages": [assistant(content), user("And?")]}
+    [example] = transform.tokenize([row], [0], format_name="messages")
+    assert learned(example, tokenizer) == [f"{content}<|im_end|>"]

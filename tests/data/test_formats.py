@@ -97,6 +97,10 @@ def test_ready_tokens_lose_padding_and_the_target_at_index_0():
             {"messages": [user("a"), call("{broken")]},
             "turn 1: the arguments of tool call 'find_flight' are broken JSON",
         ),
+        (
+            {"messages": [user("a"), call('{"q": {"to": "Rome", "to": "Paris"}}')]},
+            "turn 1: the arguments of tool call 'find_flight' have the key 'to' more than once",
+        ),
         ({"messages": [user("a"), call("[" * 100_000)]}, "turn 1: the arguments of .* are broken JSON: maximum rec"),
         (
             {"messages": [user("a"), assistant("b", tool_calls=5)]},
