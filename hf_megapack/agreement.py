@@ -43,12 +43,22 @@ def check_checkpoint(checkpoint: str | bool | None, args: MegaPackConfig) -> Non
         args: The training arguments.
 
     Raises:
-        ConfigError: If ranks differ. The folder's place may: nodes may have copies of their own.
+        ConfigError: If ranks differ, or there is no such folder. Its place may differ: nodes may have copies of their
+            own.
     """
+    given, fault = checkpoint, None
     if checkpoint is True:
         checkpoint = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        fault = f"output_dir={str(args.output_dir)!r} holds no checkpoint" if checkpoint is None else None
+    elif checkpoint and not Path(checkpoint).is_dir():
+        fault = "there is no such folder"
     name = Path(checkpoint).name if checkpoint else "none"
-    _refuse_differences({"resume_from_checkpoint": name}, args)
+    _refuse_differences({"resume_from_checkpoint": f"{name} ({fault})" if fault else name}, args)
+    if fault:
+        raise ConfigError(
+            f"resume_from_checkpoint={given!r}, but {fault}. Give the folder of a checkpoint, True for the newest in "
+            "output_dir, or leave it out to begin anew."
+        )
 
 
 def _refuse_differences(values: dict[str, str], args: MegaPackConfig) -> None:

@@ -161,8 +161,8 @@ def _read_run(folder: Path) -> dict[str, Any]:
     file = folder / RUN_FILE
     if not file.exists():
         raise ExportError(
-            f"{folder} has no {RUN_FILE}: it was saved with save_only_model=True, or by another version, and cannot be "
-            "resumed. To begin a new run from its adapter, pass that folder as model."
+            f"{folder} has no {RUN_FILE}: it is what save_model() leaves, was saved with save_only_model=True or by "
+            "another version, and cannot be resumed. To begin a new run from its adapter, pass that folder as model."
         )
     try:
         run = json.loads(file.read_text(encoding="utf-8"))

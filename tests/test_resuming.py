@@ -62,6 +62,14 @@ def test_what_moves_the_place_in_the_data_is_refused_unless_the_place_does_not_m
     assert len(anew.backend.calls) == 2
 
 
+@pytest.mark.parametrize(("given", "fault"), [(True, "holds no checkpoint"), ("true", "there is no such folder")])
+def test_what_is_not_there_cannot_be_resumed(make, given, fault):
+    trainer = make()
+    with pytest.raises(ConfigError, match=rf"resume_from_checkpoint={given!r}, but .*{fault}"):
+        trainer.train(resume_from_checkpoint=given)
+    trainer.train(resume_from_checkpoint=False)
+
+
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("changes", [True, False])
 def test_other_examples_of_the_same_number_are_told(make, checkpoint, caplog, changes, skips):

@@ -189,7 +189,8 @@ def _read_message(raw: Any, row_index: int, turn: int) -> tuple[dict[str, Any], 
     message = drop_nulls(raw)
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise DataError(f"{where}: a message needs a role (system, user, assistant, tool), got {_brief(role)}")
+        hint = "; from and value are read in a column named conversations" if "from" in message else ""
+        raise DataError(f"{where}: a message needs a role (system, user, assistant, tool), got {_brief(role)}{hint}")
     check_role(role, where)
     is_assistant = role == "assistant"
     if is_assistant and "content" not in message and not any(message[key] for key in message.keys() - _NOT_SAID):

@@ -86,6 +86,10 @@ def test_ready_tokens_lose_padding_and_the_target_at_index_0():
         ({"messages": []}, "row 0: messages must be a non-empty list"),
         ({"messages": ["hi"]}, "row 0, turn 0: a message must be a dict"),
         ({"messages": [{"content": "hi"}]}, "turn 0: a message needs a role"),
+        (
+            {"messages": [{"from": "human", "value": "hi"}]},
+            "got NoneType None; from and value are read in",
+        ),
         ({"messages": [user("a"), assistant("b", weight=0.5)]}, "turn 1: weight must be 0 or 1"),
         ({"messages": [user("a"), assistant("b", weight=1, train=False)]}, "turn 1: train and weight contradict"),
         ({"messages": [{**user("a"), "train": True}, assistant("b")]}, "turn 0: only assistant turns can be learned"),
