@@ -61,6 +61,7 @@ CALLED = {
 PRIVATE = {
     ("data/regions.py", "_compile_jinja_template"),
     ("data/rendering.py", "_compile_jinja_template"),
+    ("data/tags.py", "_compile_jinja_template"),
     ("data/stream.py", "_distributed"),
     ("data/stream.py", "_formatting"),
     ("data/stream.py", "_starting_state_dict"),

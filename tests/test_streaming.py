@@ -254,7 +254,7 @@ def test_options_that_need_a_length_are_refused_by_name(make, options, problem):
 
 
 def test_several_splits_are_no_training_set(make):
-    with pytest.raises(ConfigError, match="got IterableDatasetDict; of a DatasetDict pass one split"):
+    with pytest.raises(ConfigError, match=r"got IterableDatasetDict\. Of a DatasetDict pass one split"):
         make(IterableDatasetDict({"train": stream_of(token_rows(3))}))
 
 
