@@ -66,7 +66,9 @@ def _path_fault(model: str) -> str:
     if os.path.isfile(model):
         return "is a file"
     is_path = model.count("/") > 1 or model.startswith(("/", ".", "~"))
-    return "is no folder that there is (~ is not expanded)" if is_path and not os.path.isdir(model) else ""
+    if not is_path or os.path.isdir(model):
+        return ""
+    return "is no folder" + ("; ~ is not expanded here" if model.startswith("~") else "")
 
 
 def _check_continued(folder: Path, peft_config: LoraConfig) -> None:

@@ -105,12 +105,14 @@ class CompletenessCheck:
         else:
             return []
         reasoning = reasoning.strip()
-        if not reasoning or (len(reasoning) > _MOST_CHANCE_CHARACTERS and self._is_said_twice(turn, reasoning, answer)):
+        if not reasoning or (
+            len(reasoning) > _MOST_CHANCE_CHARACTERS and self._shows_reasoning(turn, reasoning, answer)
+        ):
             return []
         return [_Suspect(turn=turn, what="the reasoning of this turn", change=change)]
 
-    def _is_said_twice(self, turn: int, reasoning: str, answer: str) -> bool:
-        """Tell whether a learned turn shows its reasoning, and once more for each time that the answer repeats it."""
+    def _shows_reasoning(self, turn: int, reasoning: str, answer: str) -> bool:
+        """Tell whether a learned turn shows its reasoning, beside every time that answer and calls repeat it."""
         calls = "\n".join(_texts(self.conversation.messages[turn].get("tool_calls", [])))
         return self._shown(turn).count(reasoning) > answer.count(reasoning) + calls.count(reasoning)
 
@@ -130,7 +132,7 @@ class CompletenessCheck:
         content = self.conversation.messages[turn]["content"]
         if turn not in self.spans:
             return value in content
-        return self._is_said_twice(turn, value, content) if key in REASONING_KEYS else value in self._shown(turn)
+        return self._shows_reasoning(turn, value, content) if key in REASONING_KEYS else value in self._shown(turn)
 
     def _suspect_call(self, turn: int, message: dict[str, Any], position: int) -> list[_Suspect]:
         call = message["tool_calls"][position]
